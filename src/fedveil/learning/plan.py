@@ -32,9 +32,9 @@ class LocalPlan:
     clip "flat": the whole gradient to bounds[l].
     bound_rule "median": bounds[l] is replaced by the median over the batch of the per-example norms (per layer
     when clip is "layer"; flat otherwise).
-    AdaClip: when `ClientWork.shift`/`scale` are given, the gradient is first mapped to (g - shift) / scale,
-    clipped and noised there, and the noised *mean* is mapped back to scale * g + shift * (batch size /
-    expected batch) (an empty batch: scale * g).
+    AdaClip: when `ClientWork.shift`/`scale` are given, each example's gradient is first mapped to
+    (g - shift) / scale, clipped and noised there, and the noised *mean* (sum / expected_batch) is mapped back
+    to scale * mean + shift. The realised batch size never enters: it would tell whether a record was drawn.
     """
 
     steps: int
