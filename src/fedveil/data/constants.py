@@ -1,0 +1,141 @@
+"""Public constants used to scale features.
+
+None of these numbers is computed from the data at hand: they are rounded from the public descriptions of the
+datasets, so that scaling releases nothing about the people whose rows are trained on. Values outside a range
+are clamped to it.
+"""
+
+from __future__ import annotations
+
+# Wisconsin breast cancer: usual range of each measurement (mean, standard error, worst of three largest),
+# after the value ranges printed in the dataset's description.
+_CANCER = {
+    "radius": ((6, 28), (0.1, 3), (7, 36)),
+    "texture": ((9, 40), (0.3, 5), (12, 50)),
+    "perimeter": ((43, 190), (0.7, 22), (50, 252)),
+    "area": ((140, 2500), (6, 550), (180, 4260)),
+    "smoothness": ((0.05, 0.17), (0, 0.03), (0.07, 0.23)),
+    "compactness": ((0.01, 0.35), (0, 0.14), (0.02, 1.06)),
+    "concavity": ((0, 0.43), (0, 0.4), (0, 1.26)),
+    "concave points": ((0, 0.2), (0, 0.053), (0, 0.3)),
+    "symmetry": ((0.1, 0.31), (0, 0.08), (0.15, 0.67)),
+    "fractal dimension": ((0.05, 0.1), (0, 0.03), (0.05, 0.21)),
+}
+CANCER_RANGES: tuple[tuple[float, float], ...] = tuple(r[part] for part in range(3) for r in _CANCER.values())
+
+# UCI Adult: numeric columns with their range; capital columns are dollars, of which most are 0.
+ADULT_NUMERIC: dict[str, tuple[float, float]] = {
+    "age": (17, 90),
+    "fnlwgt": (0, 500_000),
+    "education-num": (1, 16),
+    "capital-gain": (0, 20_000),
+    "capital-loss": (0, 3_000),
+    "hours-per-week": (1, 99),
+}
+
+# UCI Adult: the categories of the data dictionary; an unknown value ("?") is all zeros. 6 + 99 = 105 features.
+ADULT_CATEGORIES: dict[str, tuple[str, ...]] = {
+    "workclass": (
+        "Private",
+        "Self-emp-not-inc",
+        "Self-emp-inc",
+        "Federal-gov",
+        "Local-gov",
+        "State-gov",
+        "Without-pay",
+        "Never-worked",
+    ),
+    "education": (
+        "Bachelors",
+        "Some-college",
+        "11th",
+        "HS-grad",
+        "Prof-school",
+        "Assoc-acdm",
+        "Assoc-voc",
+        "9th",
+        "7th-8th",
+        "12th",
+        "Masters",
+        "1st-4th",
+        "10th",
+        "Doctorate",
+        "5th-6th",
+        "Preschool",
+    ),
+    "marital-status": (
+        "Married-civ-spouse",
+        "Divorced",
+        "Never-married",
+        "Separated",
+        "Widowed",
+        "Married-spouse-absent",
+        "Married-AF-spouse",
+    ),
+    "occupation": (
+        "Tech-support",
+        "Craft-repair",
+        "Other-service",
+        "Sales",
+        "Exec-managerial",
+        "Prof-specialty",
+        "Handlers-cleaners",
+        "Machine-op-inspct",
+        "Adm-clerical",
+        "Farming-fishing",
+        "Transport-moving",
+        "Priv-house-serv",
+        "Protective-serv",
+        "Armed-Forces",
+    ),
+    "relationship": ("Wife", "Own-child", "Husband", "Not-in-family", "Other-relative", "Unmarried"),
+    "race": ("White", "Asian-Pac-Islander", "Amer-Indian-Eskimo", "Other", "Black"),
+    "sex": ("Female", "Male"),
+    "native-country": (
+        "United-States",
+        "Cambodia",
+        "England",
+        "Puerto-Rico",
+        "Canada",
+        "Germany",
+        "Outlying-US(Guam-USVI-etc)",
+        "India",
+        "Japan",
+        "Greece",
+        "South",
+        "China",
+        "Cuba",
+        "Iran",
+        "Honduras",
+        "Philippines",
+        "Italy",
+        "Poland",
+        "Jamaica",
+        "Vietnam",
+        "Mexico",
+        "Portugal",
+        "Ireland",
+        "France",
+        "Dominican-Republic",
+        "Laos",
+        "Ecuador",
+        "Taiwan",
+        "Haiti",
+        "Columbia",
+        "Hungary",
+        "Guatemala",
+        "Nicaragua",
+        "Scotland",
+        "Thailand",
+        "Yugoslavia",
+        "El-Salvador",
+        "Trinadad&Tobago",
+        "Peru",
+        "Hong",
+        "Holand-Netherlands",
+    ),
+}
+
+WIND_SPEED_LIMIT = 20.0  # metres per second: forecast speeds and their components are divided by it
+WIND_LEADS = range(37, 49)  # hours ahead; forecasts are issued every 12 hours, so each hour is covered once
+WIND_WINDOW = 9  # forecast hours seen around the hour to predict
