@@ -319,3 +319,29 @@ def step_noise(plan: LocalPlan, work: ClientWork, step: int, batch_size: int, co
         else:
             total += joint_staircase(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
     return total
+
+
+def noised_sum(
+    plan: LocalPlan,
+    work: ClientWork,
+    step: int,
+    batch_size: int,
+    total: np.ndarray,
+    sensitivity: float | np.ndarray,
+) -> np.ndarray:
+    """The sum of clipped gradients with its noise (float32), on the grid if the plan has one.
+
+    Formal guarantee with grid > 0: a discrete Gaussian of sigma = multiplier * sensitivity (times the factor
+    of noise_on) on a vector whose change is bounded by `snapped_bound(sensitivity, grid, count)`. The result
+    is a multiple of the grid; its conversion to float32 afterwards is post-processing.
+    """
+    if plan.grid <= 0 or plan.noise == "none":
+        return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
+    if plan.noise != "gaussian" or np.ndim(sensitivity):
+        raise UserError("grid noise needs noise = 'gaussian' and one sensitivity for all coordinates")
+    factor = {"sum": 1.0, "mean": plan.expected_batch, "example": math.sqrt(batch_size)}[plan.noise_on]
+    sigma = plan.multipliers[step] * float(sensitivity) * factor / plan.grid
+    units = snap(total, plan.grid)
+    if sigma > 0:
+        units = units + discrete_normals(work.noise_key, step, total.size, sigma)
+    return (units * plan.grid).astype(_F)

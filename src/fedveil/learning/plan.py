@@ -35,6 +35,20 @@ class LocalPlan:
     AdaClip: when `ClientWork.shift`/`scale` are given, each example's gradient is first mapped to
     (g - shift) / scale, clipped and noised there, and the noised *mean* (sum / expected_batch) is mapped back
     to scale * mean + shift. The realised batch size never enters: it would tell whether a record was drawn.
+
+    Details that every engine follows:
+    - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
+      outputs of (output - y)^2; y is float [n] or [n, outputs].
+    - clip factor min(1, bound / norm); norm `clip_norm` also for the median, for l2-max and for the reported
+      norms. The clipped norm that l2-max looks at is min(norm, bound), or the norm itself when clip is "none".
+    - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then the
+      median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
+    - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
+    - noise is drawn as learning.noise.step_noise says: S * step_noise(...) is added to the sum. In step 0 the
+      momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
+    - grid > 0 (gaussian only, one S for all coordinates): the sum is rounded to multiples of grid and gets
+      discrete Gaussian noise on that grid: learning.noise.noised_sum does it for engines.
+    - a client whose loss, norms or weights are not finite at any step stops there: finite False, delta 0.
     """
 
     steps: int
@@ -53,6 +67,7 @@ class LocalPlan:
     proximal: float = 0.0
     penalty: float = 0.0
     loss: LossKind = "cross-entropy"
+    grid: float = 0.0  # spacing of the discrete Gaussian; 0: float noise
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,10 @@ class LocalResult:
     delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
     gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below the
     bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier [K],
-    and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound.
+    and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound (clip
+    "layer": the average of that number over the layers; clip "none": all pairs), so unclipped = below_count /
+    examples. Means over no example are 0 (unclipped: 1). noise_scale averages over steps (and layers); without
+    noise it is 0.
     """
 
     delta: np.ndarray
