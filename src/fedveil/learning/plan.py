@@ -30,8 +30,8 @@ class LocalPlan:
     (equivalently sqrt(batch size) times the scale). "mean": scale * expected_batch on the sum.
     clip "layer": each layer (weight and bias together) to bounds[l] on its own, norm `clip_norm`.
     clip "flat": the whole gradient to bounds[l].
-    bound_rule "median": bounds[l] is replaced by the median over the batch of the per-example norms (per layer
-    when clip is "layer"; flat otherwise).
+    bound_rule "median": bounds[l] is replaced by the median over the batch of the per-example norms (per
+    layer when clip is "layer"; flat otherwise).
     AdaClip: when `ClientWork.shift`/`scale` are given, each example's gradient is first mapped to
     (g - shift) / scale, clipped and noised there, and the noised *mean* (sum / expected_batch) is mapped back
     to scale * mean + shift. The realised batch size never enters: it would tell whether a record was drawn.
@@ -40,9 +40,9 @@ class LocalPlan:
     - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
       outputs of (output - y)^2; y is float [n] or [n, outputs].
     - clip factor min(1, bound / norm); norm `clip_norm` also for the median, for l2-max and for the reported
-      norms. The clipped norm that l2-max looks at is min(norm, bound), or the norm itself when clip is "none".
-    - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then the
-      median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
+      norms. The clipped norm that l2-max looks at is min(norm, bound); the norm itself when clip is "none".
+    - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then
+      the median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
     - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
     - noise is drawn as learning.noise.step_noise says: S * step_noise(...) is added to the sum. In step 0 the
       momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
@@ -94,12 +94,12 @@ class LocalResult:
 
     delta: [K, P] final minus start weights. finite: [K]; a client that met NaN or infinity is False and its
     delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
-    gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below the
-    bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier [K],
-    and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound (clip
-    "layer": the average of that number over the layers; clip "none": all pairs), so unclipped = below_count /
-    examples. Means over no example are 0 (unclipped: 1). noise_scale averages over steps (and layers); without
-    noise it is 0.
+    gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below
+    the bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier
+    [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound
+    (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
+    below_count / examples. Means over no example are 0 (unclipped: 1). noise_scale averages over steps (and
+    layers); without noise it is 0.
     """
 
     delta: np.ndarray
