@@ -90,8 +90,9 @@ def score(truth: np.ndarray, guess: np.ndarray, pixel_range: tuple[float, float]
     return Scores(mse(a, b), np.full(len(a), np.nan))
 
 
-def controls(truth: np.ndarray, mean_image: np.ndarray | None = None,
-             pixel_range: tuple[float, float] = (0.0, 1.0)) -> dict[str, dict[str, float]]:
+def controls(
+    truth: np.ndarray, mean_image: np.ndarray | None = None, pixel_range: tuple[float, float] = (0.0, 1.0)
+) -> dict[str, dict[str, float]]:
     """What an attacker scores who saw nothing: the black image, and the mean image of public data (default:
     the mean of the victims themselves, which favours the control)."""
     truth = np.asarray(truth, np.float64)
