@@ -1,27 +1,28 @@
 """Public constants used to scale features.
 
 None of these numbers is computed from the data at hand: they are rounded from the public descriptions of the
-datasets, so that scaling releases nothing about the people whose rows are trained on. Values outside a range
-are clamped to it.
+datasets, so that scaling releases nothing about the people whose rows are trained on. Values far outside a
+range are clamped.
 """
 
 from __future__ import annotations
 
-# Wisconsin breast cancer: usual range of each measurement (mean, standard error, worst of three largest),
-# after the value ranges printed in the dataset's description.
+# Wisconsin breast cancer: where most nuclei lie, for the mean, the standard error and the worst of each
+# measurement; round numbers after the published summaries of these measurements.
 _CANCER = {
-    "radius": ((6, 28), (0.1, 3), (7, 36)),
-    "texture": ((9, 40), (0.3, 5), (12, 50)),
-    "perimeter": ((43, 190), (0.7, 22), (50, 252)),
-    "area": ((140, 2500), (6, 550), (180, 4260)),
-    "smoothness": ((0.05, 0.17), (0, 0.03), (0.07, 0.23)),
-    "compactness": ((0.01, 0.35), (0, 0.14), (0.02, 1.06)),
-    "concavity": ((0, 0.43), (0, 0.4), (0, 1.26)),
-    "concave points": ((0, 0.2), (0, 0.053), (0, 0.3)),
-    "symmetry": ((0.1, 0.31), (0, 0.08), (0.15, 0.67)),
-    "fractal dimension": ((0.05, 0.1), (0, 0.03), (0.05, 0.21)),
+    "radius": ((10, 18), (0.1, 0.7), (11, 21)),
+    "texture": ((15, 24), (0.6, 1.8), (19, 32)),
+    "perimeter": ((65, 115), (1, 5), (75, 140)),
+    "area": ((300, 1000), (0, 90), (300, 1500)),
+    "smoothness": ((0.08, 0.11), (0.004, 0.01), (0.11, 0.155)),
+    "compactness": ((0.05, 0.15), (0.005, 0.045), (0.1, 0.4)),
+    "concavity": ((0, 0.17), (0, 0.06), (0.05, 0.5)),
+    "concave points": ((0.01, 0.09), (0.005, 0.018), (0.05, 0.18)),
+    "symmetry": ((0.15, 0.21), (0.012, 0.03), (0.23, 0.35)),
+    "fractal dimension": ((0.055, 0.07), (0.001, 0.006), (0.065, 0.1)),
 }
 CANCER_RANGES: tuple[tuple[float, float], ...] = tuple(r[part] for part in range(3) for r in _CANCER.values())
+CANCER_LIMIT = 3.0  # the ranges become [-1, 1]; what lies further out than three times that is clamped
 
 # UCI Adult: numeric columns with their range; capital columns are dollars, of which most are 0.
 ADULT_NUMERIC: dict[str, tuple[float, float]] = {
@@ -33,7 +34,7 @@ ADULT_NUMERIC: dict[str, tuple[float, float]] = {
     "hours-per-week": (1, 99),
 }
 
-# UCI Adult: the categories of the data dictionary; an unknown value ("?") is all zeros. 6 + 99 = 105 features.
+# UCI Adult: the categories of the data dictionary; unknown ("?") is all zeros. 6 + 99 = 105 features.
 ADULT_CATEGORIES: dict[str, tuple[str, ...]] = {
     "workclass": (
         "Private",

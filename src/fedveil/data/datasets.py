@@ -95,7 +95,8 @@ def _load_builtin(
         if option not in source.options:
             known = ", ".join(source.options) or "none"
             raise UserError(
-                f"Dataset '{name}' has no option '{option}' (it has: {known}).{did_you_mean(option, source.options)}"
+                f"Dataset '{name}' has no option '{option}' (it has: "
+                f"{known}).{did_you_mean(option, source.options)}"
             )
     folder = Path()
     if source.files:
@@ -115,6 +116,7 @@ def _load_own(text: str, seed: int, target: str | None, options: dict[str, Any])
     if text.endswith((".npz", ".csv", ".csv.gz")):
         return tables.from_file(Path(text), seed=seed, target=target, **options)
     raise UserError(
-        f"'{text}' is neither a dataset name ({', '.join(dataset_names())}), nor a .npz, .csv or .csv.gz file, nor "
+        f"'{text}' is neither a dataset name ({', '.join(dataset_names())}), nor a .npz, .csv or .csv.gz "
+        "file, nor "
         f"package.module:function.{did_you_mean(text, dataset_names())}"
     )

@@ -61,13 +61,14 @@ def images(pixels: np.ndarray) -> np.ndarray:
     return out
 
 
-def to_unit(x: np.ndarray, ranges: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Map each column's public range to [-1, 1]; values outside are clamped.
+def to_unit(x: np.ndarray, ranges: Sequence[tuple[float, float]], limit: float = 1.0) -> np.ndarray:
+    """Map each column's public range to [-1, 1]; what falls outside [-limit, limit] is clamped.
 
-    Formal guarantee: the ranges do not depend on the rows, so this is a row-wise function and releases nothing.
+    Formal guarantee: the ranges do not depend on the rows, so this acts on each row alone: nothing is
+    released.
     """
     low, high = np.asarray(ranges, np.float64).T
-    return np.clip((x - low) * (2.0 / (high - low)) - 1.0, -1.0, 1.0).astype(np.float32)
+    return np.clip((x - low) * (2.0 / (high - low)) - 1.0, -limit, limit).astype(np.float32)
 
 
 def split_rows(count: int, train: int, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
