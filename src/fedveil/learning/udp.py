@@ -1,0 +1,204 @@
+"""Helpers of UDP-FL and its baselines: heterogeneity penalty, expected noise errors, NbAFL, DP-FedAvg."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.integrate import trapezoid
+from scipy.special import gammaln, logsumexp
+
+from fedveil.errors import UserError
+
+Mechanism = Literal["gaussian", "laplace", "staircase", "joint-staircase"]
+
+
+# --- clients with different budgets ---
+
+
+def penalties(epsilons: Mapping[int, float]) -> dict[int, float]:
+    """lambda_k = (epsilon_max - epsilon_k) / epsilon_max for `LocalPlan.penalty`; 0 for the weakest budget.
+
+    An infinite budget (no privacy) counts as the weakest: everyone with a finite one then gets 1.
+    """
+    for client, epsilon in epsilons.items():
+        if not epsilon > 0:
+            raise UserError(f"client {client} has epsilon {epsilon}; budgets must be above 0.")
+    largest = max(epsilons.values())
+    if math.isinf(largest):
+        return {client: 0.0 if math.isinf(e) else 1.0 for client, e in epsilons.items()}
+    return {client: (largest - e) / largest for client, e in epsilons.items()}
+
+
+def weakest_client(epsilons: Mapping[int, float], present: Sequence[int]) -> int:
+    """The client among those present whose model becomes w_max: largest epsilon, then lowest number.
+
+    Broadcasting w_max shows every participant one client's (noised) model: no aggregate-only view remains.
+    """
+    return max(present, key=lambda client: (epsilons[client], -client))
+
+
+# --- expected l1 error of the noise ---
+
+
+@dataclass(frozen=True)
+class L1Error:
+    """Expected l1 distance that noise adds to `coordinates` numbers.
+
+    once: one addition, coordinates * E|noise|. bound: `additions` times that (triangle inequality; what
+    UDP-FL's Theorems 3, 8 and 9 count). sum: the exact value for a sum of independent additions, which grows
+    with the square root of their number.
+    """
+
+    once: float
+    bound: float
+    sum: float
+
+
+def expected_l1(
+    mechanism: Mechanism,
+    multiplier: float,
+    bound: float,
+    coordinates: int,
+    additions: int = 1,
+    nu: float | None = None,
+) -> L1Error:
+    """UDP-FL's Theorems 8 (Gaussian), 9 (Laplace) and 3 (Staircase), corrected.
+
+    Noise scale as in `privacy.events.Noise`: Gaussian standard deviation multiplier * bound, Laplace scale
+    multiplier * bound, Staircase lambda = 1 / multiplier with steps of width bound. Per coordinate
+        Gaussian   E|X| = sigma * sqrt(2 / pi)        (Theorem 8 drops the factor T that its proof has)
+        Laplace    E|X| = b
+        Staircase  E|X| = (a D^2 (nu^2 + e^-lam (1 - nu^2)) + D e^-lam) / (1 - e^-lam),
+                   a = (1 - e^-lam) / (2 D (nu + e^-lam (1 - nu)))       (Theorem 3 lacks the factor a)
+    which at nu = 1 / (1 + e^(lam/2)) is D e^(lam/2) / (e^lam - 1). The joint l1 Staircase has
+        E|X|_1 = D d/(d+1) * sum e^-k lam (k+nu)^(d+1) / sum e^-k lam (k+nu)^d;
+    its exact sum is not known here, `sum` is then an upper bound by Cauchy-Schwarz.
+    """
+    if not (multiplier > 0 and bound > 0 and coordinates >= 1 and additions >= 1):
+        raise ValueError("multiplier, bound, coordinates and additions must be positive")
+    if mechanism == "gaussian":
+        once = multiplier * bound * math.sqrt(2 / math.pi)
+        total = once * math.sqrt(additions)
+    elif mechanism == "laplace":
+        once = multiplier * bound
+        # A sum of T Laplace draws is the difference of two Gamma(T) ones.
+        growth = math.exp(gammaln(additions + 0.5) - gammaln(additions))
+        total = 2 * once * growth / math.sqrt(math.pi)
+    elif mechanism == "staircase":
+        lam = 1 / multiplier
+        once = staircase_mean(lam, bound, nu)
+        total = once if additions == 1 else _staircase_sum(lam, bound, _shape(lam, nu), additions)
+    elif mechanism == "joint-staircase":
+        first, second = _joint_moments(1 / multiplier, _shape(1 / multiplier, nu), coordinates)
+        once = bound * first
+        # |X|_1 <= sqrt(d) |X|_2; on the l1 sphere E|X|_2^2 = 2 r^2 / (d + 1); independent sums add variances.
+        spread = bound * math.sqrt(coordinates * additions * 2 * second / (coordinates + 1))
+        whole = once if additions == 1 else min(spread, additions * once)
+        return L1Error(once, additions * once, whole)
+    else:
+        raise ValueError(f"unknown mechanism {mechanism!r}")
+    return L1Error(coordinates * once, coordinates * additions * once, coordinates * total)
+
+
+def staircase_mean(lam: float, width: float, nu: float | None = None) -> float:
+    """E|X| of scalar Staircase noise with steps of `width`; nu None is the optimal shape."""
+    nu, b = _shape(lam, nu), math.exp(-lam)
+    height = -math.expm1(-lam) / (2 * width * (nu + b * (1 - nu)))
+    return (height * width**2 * (nu**2 + b * (1 - nu**2)) + width * b) / -math.expm1(-lam)
+
+
+def measured_l1(noised: np.ndarray, clean: np.ndarray) -> float:
+    """The l1 distance that was measured, to stand beside `expected_l1`. Private: the clean vector is not
+    noised."""
+    return float(np.abs(np.asarray(noised, np.float64) - np.asarray(clean, np.float64)).sum())
+
+
+def _shape(lam: float, nu: float | None) -> float:
+    return 1 / (1 + math.exp(lam / 2)) if nu is None else nu
+
+
+def _staircase_sum(lam: float, width: float, nu: float, additions: int) -> float:
+    """E|X_1 + ... + X_T| = (2/pi) * integral of (1 - phi(t)^T) / t^2 over t > 0, phi the characteristic
+    function."""
+    b = math.exp(-lam)
+    height = (1 - b) / (2 * (nu + b * (1 - nu)))
+    # In units of `width`. phi is 1 - O(t^2) at 0 and O(1/t) far out; the tail of 1/t^2 is added exactly.
+    scale = staircase_mean(lam, 1.0, nu) * math.sqrt(additions)
+    t = np.geomspace(1e-4 / scale, 1e4 / min(1.0, staircase_mean(lam, 1.0, nu)), 400_000)
+    step = np.exp(1j * t)
+    inner = np.exp(1j * nu * t)
+    phi = 2 * height * (((inner - 1) + b * (step - inner)) / (1j * t * (1 - b * step))).real
+    integrand = (1 - np.sign(phi) ** additions * np.abs(phi) ** additions) / t**2
+    body = float(trapezoid(integrand, t)) + float(integrand[0]) * t[0]  # flat below the first point
+    return width * 2 / math.pi * (body + 1 / t[-1])
+
+
+def _joint_moments(lam: float, nu: float, dimension: int) -> tuple[float, float]:
+    """E r and E r^2 of the radius r = |X|_1 / width: a mixture of uniform l1 balls of radius k + nu."""
+    around = (40 + 20 * math.sqrt(dimension)) / lam + 50  # k concentrates around dimension / lam
+    k = np.arange(max(0, int(dimension / lam - around)), int(dimension / lam + around))
+    log_ball = -lam * k + dimension * np.log(k + nu)
+    log_ball -= logsumexp(log_ball)
+    first = dimension / (dimension + 1) * math.exp(logsumexp(log_ball + np.log(k + nu)))
+    second = dimension / (dimension + 2) * math.exp(logsumexp(log_ball + 2 * np.log(k + nu)))
+    return first, second
+
+
+# --- baselines ---
+
+
+def nbafl_scales(
+    epsilon: float,
+    delta: float,
+    clip: float,
+    examples: int,
+    clients: int,
+    rounds: int,
+    exposures: int | None = None,
+) -> tuple[float, float]:
+    """NbAFL's noise standard deviations on each weight: (uplink, downlink).
+
+        uplink   = c L (2 C / m) / epsilon,   c = sqrt(2 ln(1.25 / delta))
+        downlink = 2 c C sqrt(T^2 - L^2 N) / (m N epsilon) if T > L sqrt(N), else 0
+
+    clip C on the weights' norm, m = `examples` of the smallest client, N clients, T rounds, L = `exposures`:
+    how often an upload of a client is seen (default: every round, so the downlink needs nothing).
+    Multiplying by L instead of composing, and the classic Gaussian formula, are the paper's.
+
+    Formal guarantee: none at example level: 2C/m is the sensitivity of a mean of clipped per-example models,
+    not of SGD's result (nominal). examples = 1 gives sensitivity 2C, which is right for a whole client.
+    """
+    if not (0 < delta < 1 and epsilon > 0 and clip > 0 and min(examples, clients, rounds) >= 1):
+        raise UserError(
+            "nbafl: epsilon, clip > 0, 0 < delta < 1 and examples, clients, rounds >= 1 are needed."
+        )
+    seen = rounds if exposures is None else exposures
+    factor = math.sqrt(2 * math.log(1.25 / delta)) * 2 * clip / (examples * epsilon)
+    excess = rounds**2 - seen**2 * clients
+    return factor * seen, factor * math.sqrt(excess) / clients if excess > 0 else 0.0
+
+
+def clip_norm(vector: np.ndarray, bound: float) -> np.ndarray:
+    """The vector scaled down to l2 norm at most `bound` (NbAFL clips weights, DP-FedAvg updates); float64."""
+    wide = np.asarray(vector, dtype=np.float64)
+    norm = float(np.linalg.norm(wide))
+    return wide * (bound / norm) if norm > bound else wide
+
+
+def dp_fedavg_mean(
+    updates: np.ndarray, bound: float, sigma: float, expected_clients: float, normals: np.ndarray
+) -> np.ndarray:
+    """DP-FedAvg: (sum of updates clipped to `bound` + sigma * bound * normals) / expected_clients, in
+    float64.
+
+    Formal guarantee: one client changes the sum by at most `bound` (zero-out), the denominator is fixed, so
+    this is a Gaussian mechanism with multiplier sigma at client level, for whoever sees only the result.
+    """
+    total = np.zeros(np.asarray(updates).shape[1])
+    for row in updates:
+        total += clip_norm(row, bound)
+    return (total + sigma * bound * np.asarray(normals, dtype=np.float64)) / expected_clients
