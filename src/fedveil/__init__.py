@@ -1,0 +1,48 @@
+"""fedveil: train across private data, state what each observer can learn, attack the run to prove it.
+
+    import fedveil as fv
+
+    data = fv.load("digits")                                   # or fv.dataset(x, y, x_test, y_test)
+    result = fv.run("fed-cdp-sound", data=data, rounds=5, sigma=1.0, out="runs/first")
+    print(result.accuracy, result.epsilon("server", "example"))
+
+Importing the package is cheap: torch is loaded when something needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "load": "fedveil.data.datasets",
+    "Dataset": "fedveil.data.datasets",
+    "partition": "fedveil.data.partition",
+    "Partition": "fedveil.data.partition",
+    "Recipe": "fedveil.learning.recipes",
+    "Clip": "fedveil.learning.recipes",
+    "RunConfig": "fedveil.runs.config",
+    "open_run": "fedveil.runs.store",
+    "Ledger": "fedveil.privacy.ledger",
+    "UserError": "fedveil.errors",
+    "dataset": "fedveil.api",
+    "recipe": "fedveil.api",
+    "recipes": "fedveil.api",
+    "run": "fedveil.api",
+    "resume": "fedveil.api",
+    "protect": "fedveil.api",
+    "Result": "fedveil.api",
+}
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'fedveil' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,338 @@
+"""Every protection recipe as one frozen value built from orthogonal parts; the catalogue is data.
+
+A recipe says what is clipped, how sensitive the clipped thing is, which noise goes where, how batches and
+cohorts are drawn, and how uploads travel and are merged. What each observer may conclude from a recipe is
+derived from these same values in `learning.promise`; nothing is typed in a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
+
+from fedveil.errors import UserError, did_you_mean
+from fedveil.privacy.schedules import Schedule, parse
+
+def constant(value: float) -> Schedule:
+    """A schedule that never moves."""
+    return Schedule("constant", float(value))
+
+
+ClipRule = Literal["given", "median", "quantile", "adaclip"]
+Where = Literal["nowhere", "step", "client", "server", "sum"]
+MechanismKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase", "two-valued"]
+Aggregation = Literal["mean", "scaffold", "fedmed", "momentum", "adam", "connectivity"]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How the target is bounded.
+
+    kind: "layer" bounds each layer on its own, so the joint bound is bound * sqrt(layers), unless
+    `split` divides the bound among the layers first; "flat" bounds the whole vector.
+    rule: "given" follows the schedule; "median" uses the batch's own median norm (not sound); "quantile"
+    tracks a quantile of the norms from noised counts; "adaclip" shifts and scales each coordinate by
+    statistics of noised gradients, then clips to 1.
+    count_noise: standard deviation of the noise on each step's count of unclipped examples ("quantile").
+    """
+
+    kind: Literal["none", "layer", "flat"] = "none"
+    bound: Schedule = field(default_factory=lambda: constant(4.0))
+    norm: Literal["l1", "l2"] = "l2"
+    rule: ClipRule = "given"
+    split: bool = False
+    quantile: float = 0.5
+    quantile_rate: float = 0.2
+    count_noise: float = 5.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One protection system.
+
+    target: what is protected: each example's gradient, the client's update, or its weights.
+    where: "step" (in every local step), "client" (on the finished update), "server" (once, on the sum of
+    clipped updates that the server received), "sum" (once, on a sum that nobody sees in parts: a trusted or
+    secure aggregation), "nowhere".
+    sigma: noise multiplier over time: noise scale = sigma * sensitivity. Without a clip (random noise
+    addition) it is the absolute standard deviation. For Laplace b/C, for Staircase 1/lambda.
+    noise_on: "sum" (usual), "example" (every example, or for where="server" every client, gets its own
+    noise), "mean" (noise of that scale on the mean).
+    sampling: how a client draws batches; cohort: how a round draws clients.
+    """
+
+    name: str
+    summary: str = ""
+    paper: str = ""
+    family: Literal["federated", "central", "local", "baseline"] = "federated"
+    target: Literal["gradient", "update", "weights"] = "gradient"
+    clip: Clip = Clip()
+    sensitivity: Literal["bound", "l2-max"] = "bound"
+    mechanism: MechanismKind = "none"
+    sigma: Schedule = field(default_factory=lambda: constant(6.0))
+    where: Where = "nowhere"
+    noise_on: Literal["sum", "example", "mean"] = "sum"
+    sampling: Literal["poisson", "fixed", "partition", "full"] = "poisson"
+    cohort: Literal["poisson", "fixed", "all"] = "fixed"
+    channel: Literal["none", "shuffle-models", "shuffle-parameters"] = "none"
+    aggregate: Aggregation = "mean"
+    proximal: float = 0.0
+    prune: float = 0.0  # fraction of an update's smallest coordinates that is dropped before upload
+    share: float = 1.0  # DSSGD: fraction of the coordinates above `share_threshold` that is uploaded
+    share_threshold: float = 0.0
+    epsilon: float | None = None  # two-valued: per weight; NbAFL and UDP-FL: the client's budget
+    ranges: Literal["fixed", "adaptive", "client"] = "fixed"
+    radius: float = 0.075
+    downlink_sigma: float = 0.0  # NbAFL: noise on the broadcast model, over the clip bound
+    heterogeneity: bool = False  # UDP-FL: pull towards the model of the client with the weakest budget
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def private(self) -> bool:
+        """Whether any noise is added at all."""
+        return self.where != "nowhere"
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse parts that cannot work together, with the reason."""
+
+    def refuse(reason: str) -> None:
+        raise UserError(f"recipe '{recipe.name}': {reason}")
+
+    for item in fields(recipe):
+        allowed = get_args(_HINTS(type(recipe))[item.name])
+        value = getattr(recipe, item.name)
+        if allowed and all(isinstance(a, str) for a in allowed) and value not in allowed:
+            refuse(f"{item.name} = {value!r} is not one of {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+    r, clip = recipe, recipe.clip
+    if (r.where == "nowhere") != (r.mechanism == "none"):
+        refuse("a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism")
+    if r.target == "weights" and r.mechanism not in ("two-valued", "none"):
+        refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
+    if r.mechanism == "two-valued":
+        if r.target != "weights" or r.where != "client":
+            refuse("the two-valued randomiser reports weights at the client: target = weights, where = client")
+        if r.epsilon is None or not r.epsilon > 0:
+            refuse("the two-valued randomiser needs epsilon > 0 (per weight)")
+        if r.ranges == "client":
+            refuse(
+                "a range that a client computes from its own weights is visible in its reports exactly (the two "
+                "output values are c ± r·K), so no epsilon holds; use ranges = fixed or adaptive"
+            )
+        if not r.radius > 0:
+            refuse("radius must be above 0")
+    elif r.channel == "shuffle-parameters":
+        refuse("parameter shuffling sends one bit per weight: it needs mechanism = two-valued")
+    if r.where in ("step", "sum") and r.target != "gradient":
+        refuse(f"where = {r.where} protects examples: target must be gradient")
+    if r.where == "server" and r.target != "update":
+        refuse("where = server protects updates: target must be update")
+    if r.mechanism in ("gaussian", "laplace", "staircase", "joint-staircase"):
+        unbounded_is_the_method = r.where == "client" and r.target == "update" and r.family == "baseline"
+        if clip.kind == "none" and not unbounded_is_the_method:
+            refuse("noise without a clip protects nothing: set clip.kind = flat or layer")
+        if r.mechanism == "joint-staircase" and (clip.kind != "flat" or clip.norm != "l1"):
+            refuse("the joint staircase needs clip.kind = flat and clip.norm = l1")
+        if r.mechanism != "gaussian" and r.where not in ("step",):
+            refuse(f"{r.mechanism} noise is offered in local training (where = step)")
+    if clip.norm == "l1" and r.mechanism == "gaussian":
+        refuse("Gaussian noise is calibrated to an L2 bound: set clip.norm = l2")
+    if r.sensitivity == "l2-max" and r.where != "step":
+        refuse("l2-max is the largest norm of a batch: it exists only for where = step")
+    if clip.rule in ("adaclip", "quantile", "median") and r.where != "step":
+        refuse(f"clip.rule = {clip.rule} follows the gradients of local steps: where must be step")
+    if clip.rule == "adaclip" and clip.kind != "flat":
+        refuse("AdaClip clips the whole scaled gradient to 1: set clip.kind = flat")
+    if clip.rule == "quantile" and not (0 < clip.quantile < 1 and clip.count_noise > 0):
+        refuse("quantile clipping needs 0 < clip.quantile < 1 and clip.count_noise > 0")
+    if not 0 <= r.prune < 1:
+        refuse(f"prune = {r.prune} must be in [0, 1)")
+    if not 0 < r.share <= 1:
+        refuse(f"share = {r.share} must be in (0, 1]")
+
+
+_CACHE: dict[type, dict[str, Any]] = {}
+
+
+def _HINTS(kind: type) -> dict[str, Any]:
+    if kind not in _CACHE:
+        _CACHE[kind] = get_type_hints(kind)
+    return _CACHE[kind]
+
+
+def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """A copy with dotted keys replaced: {"clip.bound": 1.0, "sigma": "linear:15:4.85"}.
+
+    A schedule may be given as a number or as text. Unknown keys are an error with the nearest known one.
+    """
+    own: dict[str, Any] = {}
+    clip: dict[str, Any] = {}
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and key == "clip":
+            clip.update(value)
+        elif key.startswith("clip."):
+            clip[key[5:]] = value
+        else:
+            own[key] = value
+    clip_value = replace(recipe.clip, **_typed(Clip, clip, "recipe.clip.")) if clip else recipe.clip
+    return replace(recipe, clip=clip_value, **_typed(Recipe, own, "recipe."))
+
+
+def _typed(kind: type, changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    hints = _HINTS(kind)
+    out = {}
+    for key, value in changes.items():
+        if key not in hints or key == "clip":
+            raise UserError(f"unknown key '{prefix}{key}'.{did_you_mean(key, hints)}")
+        hint = hints[key]
+        try:
+            if hint is Schedule:
+                value = value if isinstance(value, Schedule) else parse(str(value))
+            elif hint is bool:
+                if not isinstance(value, bool):
+                    raise ValueError("expected true or false")
+            elif hint is float or (float in get_args(hint) and value is not None):
+                value = float(value)
+            elif get_args(hint) and value not in get_args(hint):
+                allowed = ", ".join(map(str, get_args(hint)))
+                raise ValueError(f"expected one of {allowed}.{did_you_mean(value, get_args(hint))}")
+        except (TypeError, ValueError) as wrong:
+            raise UserError(f"{prefix}{key} = {value!r}: {wrong}") from None
+        out[key] = value
+    return out
+
+
+def _layer(bound: str | float = 4.0, **more: Any) -> Clip:
+    return Clip(kind="layer", bound=parse(str(bound)), **more)
+
+
+def _flat(bound: str | float = 1.0, **more: Any) -> Clip:
+    return Clip(kind="flat", bound=parse(str(bound)), **more)
+
+
+def _build() -> dict[str, Recipe]:
+    step = {"mechanism": "gaussian", "where": "step"}
+    fed_cdp = Recipe("fed-cdp", "noise on every local step, per example and layer", "P1, P3", clip=_layer(), **step)
+    sigma_decay = {
+        "linear": "linear:15:4.85",
+        "staircase": "staircase:15:4.85",
+        "exponential": "exponential:15:4.85",
+        "cyclic": "cosine-cyclic:15:4.85",
+    }
+    central = replace(fed_cdp, family="central", paper="P2", cohort="all")
+    half, down = _layer("linear:4:2"), parse("linear:15:4.85")
+    items = [
+        Recipe("non-private", "plain federated averaging", "P1", family="baseline"),
+        Recipe(
+            "fed-sdp", "clipped client updates, noise once at the server", "P1, P3", target="update",
+            clip=_layer(), mechanism="gaussian", where="server", cohort="poisson",
+        ),
+        Recipe(
+            "fed-sdp-client", "each client noises its clipped update before it leaves", "P1, P3", target="update",
+            clip=_layer(), mechanism="gaussian", where="client",
+        ),
+        fed_cdp,
+        replace(fed_cdp, name="fed-cdp-decay", summary="Fed-CDP with a clip bound that decays", clip=_layer("linear:6:2")),
+        replace(fed_cdp, name="fed-alpha-cdp", summary="Fed-CDP with l2-max sensitivity", paper="P3", sensitivity="l2-max"),
+        *(
+            replace(
+                fed_cdp, name=f"fed-alpha-cdp-sigma-{kind}", summary=f"Fed-alpha-CDP with {kind} sigma decay",
+                paper="P3", sensitivity="l2-max", sigma=parse(text),
+            )
+            for kind, text in sigma_decay.items()
+        ),
+        replace(central, name="dp-baseline", summary="central DP-SGD with per-layer clipping"),
+        replace(central, name="dp-dyns-c-decay", summary="central, decaying clip bound", clip=half),
+        replace(central, name="dp-dyns-l2max", summary="central, l2-max sensitivity", sensitivity="l2-max"),
+        replace(central, name="dp-dyns", summary="central, decaying bound and l2-max", clip=half, sensitivity="l2-max"),
+        replace(central, name="dp-dynsigma", summary="central, decaying sigma", sigma=down),
+        replace(central, name="dp-dyn-s-c-decay-sigma", summary="central, decaying bound and sigma", clip=half, sigma=down),
+        replace(central, name="dp-dyn-s-l2max-sigma", summary="central, l2-max and decaying sigma", sensitivity="l2-max", sigma=down),
+        replace(
+            central, name="dp-dyn-s-sigma", summary="central, decaying bound, l2-max, decaying sigma", clip=half,
+            sensitivity="l2-max", sigma=down,
+        ),
+        replace(
+            fed_cdp, name="quantile-clip", summary="bound tracks the median norm by noised counts (Andrew et al.)",
+            paper="P2, P3", clip=_layer(4.0, rule="quantile"),
+        ),
+        replace(
+            fed_cdp, name="adaclip", summary="per-coordinate shift and scale from noised gradients (Pichapati et al.)",
+            paper="P2, P3", clip=_flat(1.0, rule="adaclip"),
+        ),
+        replace(fed_cdp, name="median-clip", summary="bound is the batch's own median norm", paper="P1", clip=_layer(4.0, rule="median")),
+        Recipe(
+            "random-noise", "fixed-variance noise on each update, no clip", "P3", family="baseline", target="update",
+            mechanism="gaussian", where="client", sigma=constant(0.01),
+        ),
+        Recipe("gradient-pruning", "drop the smallest coordinates of each update", "P1, P3", family="baseline", prune=0.3),
+        Recipe("dssgd", "share a random subset of the large coordinates", "P3", family="baseline", share=0.1, share_threshold=0.001),
+        replace(fed_cdp, name="fed-cdp-pruned", summary="Fed-CDP, small coordinates dropped before upload", paper="P1", prune=0.3),
+        replace(fed_cdp, name="fed-cdp-example", summary="Fed-CDP with noise on every example (P1 Alg. 2)", noise_on="example", sampling="fixed"),
+        replace(fed_cdp, name="fed-cdp-mean", summary="Fed-CDP with noise on the mean (P3 Alg. 1 as printed)", paper="P3", noise_on="mean"),
+        replace(
+            fed_cdp, name="fed-cdp-sound", summary="Fed-CDP with flat clipping and Poisson batches", paper="fedveil",
+            clip=_flat(1.0),
+        ),
+        replace(
+            fed_cdp, name="fed-alpha-cdp-sound",
+            summary="noise follows the gradient norms, by a noised high quantile from earlier rounds", paper="fedveil",
+            clip=_flat(4.0, rule="quantile", quantile=0.9, quantile_rate=0.3, count_noise=5.0),
+        ),
+        Recipe(
+            "sum-cdp", "clipped per-example gradients summed over all clients, noise once on the sum", "fedveil",
+            clip=_flat(1.0), mechanism="gaussian", where="sum", cohort="all", aggregate="mean",
+        ),
+        Recipe(
+            "ldp-fl", "two-valued reports of whole weights, parameters shuffled", "P4", family="local",
+            target="weights", mechanism="two-valued", where="client", epsilon=1.0, channel="shuffle-parameters",
+        ),
+        replace(fed_cdp, name="udp-fl-gaussian", summary="UDP-FL with Gaussian noise", paper="P5", clip=_flat(1.0), epsilon=4.0),
+        replace(
+            fed_cdp, name="udp-fl-laplace", summary="UDP-FL with Laplace noise and an L1 clip", paper="P5",
+            clip=_flat(1.0, norm="l1"), mechanism="laplace", epsilon=4.0,
+        ),
+        replace(
+            fed_cdp, name="udp-fl-staircase", summary="UDP-FL with the joint L1 Staircase", paper="P5",
+            clip=_flat(1.0, norm="l1"), mechanism="joint-staircase", epsilon=4.0,
+        ),
+        replace(
+            fed_cdp, name="udp-fl-staircase-iid", summary="UDP-FL with i.i.d. Staircase noise under an L2 clip", paper="P5",
+            clip=_flat(1.0), mechanism="staircase", epsilon=4.0,
+        ),
+        Recipe(
+            "nbafl", "clipped updates noised on the uplink, broadcast noised on the downlink", "P5", family="baseline",
+            target="update", clip=_flat(1.0), mechanism="gaussian", where="client", downlink_sigma=0.0,
+        ),
+        Recipe(
+            "dp-fedavg", "clipped client updates, noise once at the server, Poisson cohorts", "P5", target="update",
+            clip=_flat(1.0), mechanism="gaussian", where="server", cohort="poisson", sigma=constant(1.0),
+        ),
+    ]  # fmt: skip
+    return {r.name: r for r in items}
+
+
+ALIASES = {
+    "fed-alpha-cdp-sigma": "fed-alpha-cdp-sigma-exponential",
+    "udp-fl": "udp-fl-gaussian",
+    "fed-sdp-server": "fed-sdp",
+}
+
+
+def catalogue() -> dict[str, Recipe]:
+    """All named recipes, in the order in which they are listed."""
+    return _build()
+
+
+def get(name: str) -> Recipe:
+    """A recipe by name (or alias)."""
+    known = catalogue()
+    found = known.get(ALIASES.get(name, name))
+    if found is None:
+        raise UserError(
+            f"unknown recipe '{name}'.{did_you_mean(name, [*known, *ALIASES])} `fedveil recipes` lists them all."
+        )
+    return found
