@@ -39,12 +39,15 @@ class Result:
         """Rows of observer, unit, epsilon, delta, accountant, verdict, reason."""
         return self.facts["ledger"]
 
-    def epsilon(self, observer: str = "server", unit: str = "example", verdict: str = "sound") -> float | None:
+    def epsilon(
+        self, observer: str = "server", unit: str = "example", verdict: str = "sound"
+    ) -> float | None:
         """One number of the ledger; None where nothing of that verdict is promised."""
         found = [
             row["epsilon"]
             for row in self.ledger
-            if (row["observer"], row["unit"], row["verdict"]) == (observer, unit, verdict) and row["epsilon"] is not None
+            if (row["observer"], row["unit"], row["verdict"]) == (observer, unit, verdict)
+            and row["epsilon"] is not None
         ]
         return max(found) if found else None
 
@@ -54,17 +57,32 @@ class Result:
 
 
 def dataset(
-    x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray, *, name: str = "own", groups: np.ndarray | None = None,
-    x_validation: np.ndarray | None = None, y_validation: np.ndarray | None = None,
-) -> Dataset:  # fmt: skip
+    x: np.ndarray,
+    y: np.ndarray,
+    x_test: np.ndarray,
+    y_test: np.ndarray,
+    *,
+    name: str = "own",
+    groups: np.ndarray | None = None,
+    x_validation: np.ndarray | None = None,
+    y_validation: np.ndarray | None = None,
+) -> Dataset:
     """Your own arrays as a dataset: whole-number labels 0, 1, … mean classification, floats regression."""
     x, x_test = np.asarray(x, np.float32), np.asarray(x_test, np.float32)
     y, y_test = np.asarray(y), np.asarray(y_test)
     if len(x) != len(y) or len(x_test) != len(y_test):
-        raise UserError(f"dataset: {len(x)} rows but {len(y)} labels, {len(x_test)} test rows but {len(y_test)} test labels")
+        raise UserError(
+            f"dataset: {len(x)} rows but {len(y)} labels, {len(x_test)} test rows but {len(y_test)} test labels"
+        )
     if not (np.isfinite(x).all() and np.isfinite(x_test).all()):
-        bad = int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0]) if not np.isfinite(x).all() else -1
-        raise UserError(f"dataset: x has a value that is not finite (first bad row: {bad if bad >= 0 else 'in x_test'})")
+        bad = (
+            int(np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0])
+            if not np.isfinite(x).all()
+            else -1
+        )
+        raise UserError(
+            f"dataset: x has a value that is not finite (first bad row: {bad if bad >= 0 else 'in x_test'})"
+        )
     if np.issubdtype(y.dtype, np.integer):
         classes = int(max(y.max(initial=0), y_test.max(initial=0))) + 1
         if y.min(initial=0) < 0:
@@ -75,9 +93,16 @@ def dataset(
         more = {"classes": None, "task": "regression"}
         y, y_test = y.astype(np.float32), y_test.astype(np.float32)
     return Dataset(
-        name=name, x=x, y=y, x_test=x_test, y_test=y_test, groups=groups, x_validation=x_validation,
-        y_validation=y_validation, **more,
-    )  # fmt: skip
+        name=name,
+        x=x,
+        y=y,
+        x_test=x_test,
+        y_test=y_test,
+        groups=groups,
+        x_validation=x_validation,
+        y_validation=y_validation,
+        **more,
+    )
 
 
 def recipe(name: str, **changes: Any) -> Recipe:
@@ -91,15 +116,24 @@ def recipes() -> list[str]:
 
 
 def run(
-    name: str | Recipe, *, data: Dataset | str | None = None, model: nn.Module | str | None = None,
-    out: str | Path | None = None, on_round: OnRound | None = None, resume: bool = False, **settings: Any,
-) -> Result:  # fmt: skip
+    name: str | Recipe,
+    *,
+    data: Dataset | str | None = None,
+    model: nn.Module | str | None = None,
+    out: str | Path | None = None,
+    on_round: OnRound | None = None,
+    resume: bool = False,
+    **settings: Any,
+) -> Result:
     """Train. `name` is a recipe (by name or value), a shipped configuration or a TOML file; `settings` are keys of the
     configuration or parts of the recipe (rounds=5, sigma=1.0, clip_bound=1.0).
 
     on_round(facts) is called after every round. resume=True continues the run in `out`.
     """
-    changes = {key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value for key, value in settings.items()}
+    changes = {
+        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value
+        for key, value in settings.items()
+    }
     own = data if isinstance(data, Dataset) else None
     if own is None and data is not None:
         changes["dataset"] = str(data)
@@ -117,7 +151,13 @@ def run(
     return _result(folder, facts, config, own, module)
 
 
-def resume(path: str | Path, *, data: Dataset | None = None, model: nn.Module | None = None, on_round: OnRound | None = None) -> Result:
+def resume(
+    path: str | Path,
+    *,
+    data: Dataset | None = None,
+    model: nn.Module | None = None,
+    on_round: OnRound | None = None,
+) -> Result:
     """Continue the run in a directory (own data or modules are passed again: a run directory holds neither)."""
     config = open_run(path).config
     facts = simulate.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
@@ -125,19 +165,39 @@ def resume(path: str | Path, *, data: Dataset | None = None, model: nn.Module | 
 
 
 def protect(
-    model: nn.Module, x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray, *, recipe: str | Recipe = "dp-baseline",
-    steps: int = 100, batch_size: float = 64, learning_rate: float = 0.05, out: str | Path | None = None,
-    on_round: OnRound | None = None, **settings: Any,
-) -> Result:  # fmt: skip
+    model: nn.Module,
+    x: np.ndarray,
+    y: np.ndarray,
+    x_test: np.ndarray,
+    y_test: np.ndarray,
+    *,
+    recipe: str | Recipe = "dp-baseline",
+    steps: int = 100,
+    batch_size: float = 64,
+    learning_rate: float = 0.05,
+    out: str | Path | None = None,
+    on_round: OnRound | None = None,
+    **settings: Any,
+) -> Result:
     """Train one module on one machine's data with the central recipes (the DP-dyn family), no federation.
 
     `steps` SGD steps in total; every tenth of them is evaluated. The module is trained in place.
     """
     rounds = next(r for r in (10, 5, 4, 3, 2, 1) if steps % r == 0)
     return run(
-        recipe, data=dataset(x, y, x_test, y_test), model=model, out=out, on_round=on_round, clients=1, partition="iid",
-        rounds=rounds, local_steps=steps // rounds, batch_size=batch_size, learning_rate=learning_rate, **settings,
-    )  # fmt: skip
+        recipe,
+        data=dataset(x, y, x_test, y_test),
+        model=model,
+        out=out,
+        on_round=on_round,
+        clients=1,
+        partition="iid",
+        rounds=rounds,
+        local_steps=steps // rounds,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        **settings,
+    )
 
 
 def _parts(value: Recipe) -> dict[str, Any]:
@@ -157,7 +217,9 @@ def _text(value: Any) -> Any:
     return str(value) if type(value).__name__ == "Schedule" else value
 
 
-def _result(folder: Path, facts: dict[str, Any], config: Any, own: Dataset | None, module: nn.Module | None) -> Result:
+def _result(
+    folder: Path, facts: dict[str, Any], config: Any, own: Dataset | None, module: nn.Module | None
+) -> Result:
     from safetensors.torch import load_file
 
     if module is None:

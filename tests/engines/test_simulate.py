@@ -17,7 +17,15 @@ from fedveil.learning.recipes import catalogue
 from fedveil.runs.config import load_config
 from fedveil.runs.store import checkpoints, open_run
 
-SMALL = ["dataset=cancer", "clients=4", "rounds=2", "local_steps=3", "batch_size=4", "report=false", "checkpoint_every=1"]
+SMALL = [
+    "dataset=cancer",
+    "clients=4",
+    "rounds=2",
+    "local_steps=3",
+    "batch_size=4",
+    "report=false",
+    "checkpoint_every=1",
+]
 
 
 def weights(folder):
@@ -84,7 +92,14 @@ def _epsilons(result):
 
 
 def test_kill_minus_nine_twice_loses_nothing_and_under_counts_nothing(tmp_path):
-    changes = ["dataset=cancer", "clients=4", "rounds=40", "local_steps=20", "report=false", "checkpoint_every=1"]
+    changes = [
+        "dataset=cancer",
+        "clients=4",
+        "rounds=40",
+        "local_steps=20",
+        "report=false",
+        "checkpoint_every=1",
+    ]
     whole = run(load_config("fed-cdp", changes), tmp_path / "whole")
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "fedveil", "run", "fed-cdp", "--out", str(folder), "--json"]
@@ -108,7 +123,11 @@ def test_kill_minus_nine_twice_loses_nothing_and_under_counts_nothing(tmp_path):
 def test_a_target_epsilon_is_never_exceeded_and_stays_spent(tmp_path):
     changes = [*SMALL, "rounds=30", "target_epsilon=1.0", "sigma=4"]
     result = run(load_config("fed-cdp-sound", changes), tmp_path / "run")
-    (row,) = [r for r in result["ledger"] if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")]
+    (row,) = [
+        r
+        for r in result["ledger"]
+        if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")
+    ]
     assert result["rounds"] < 30 and row["epsilon"] <= 1.0 and "target_epsilon" in result["stopped"]
     again = run(load_config("fed-cdp-sound", changes), tmp_path / "run", resume=True)
     assert again["rounds"] == result["rounds"]
@@ -117,14 +136,24 @@ def test_a_target_epsilon_is_never_exceeded_and_stays_spent(tmp_path):
 def test_calibration_meets_the_target_at_the_last_round(tmp_path):
     config = load_config("fed-cdp-sound", [*SMALL, "rounds=5", "target_epsilon=2.0", "calibrate=true"])
     result = run(config, tmp_path / "run")
-    (row,) = [r for r in result["ledger"] if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")]
+    (row,) = [
+        r
+        for r in result["ledger"]
+        if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")
+    ]
     assert result["rounds"] == 5 and 1.98 <= row["epsilon"] <= 2.0
 
 
 def test_clients_with_their_own_budget_and_mechanism_sit_out_when_spent(tmp_path):
     config = load_config(
         "udp-fl-gaussian",
-        [*SMALL, "rounds=6", "client_epsilons=[1.0, 4.0]", 'client_mechanisms=["gaussian", "laplace"]', "cohort_size=3"],
+        [
+            *SMALL,
+            "rounds=6",
+            "client_epsilons=[1.0, 4.0]",
+            'client_mechanisms=["gaussian", "laplace"]',
+            "cohort_size=3",
+        ],
     )
     result = run(config, tmp_path / "run")
     ledger = open_run(tmp_path / "run").ledger()
@@ -142,7 +171,11 @@ def test_an_accuracy_stop_promises_only_what_was_committed(tmp_path):
     stopped = next(r for r in rows if r["verdict"] == "nominal")
     assert sound["epsilon"] > stopped["epsilon"]
     whole = run(load_config("fed-cdp-sound", [*SMALL, "rounds=8", "validation=0.2"]), tmp_path / "whole")
-    (full,) = [r for r in whole["ledger"] if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")]
+    (full,) = [
+        r
+        for r in whole["ledger"]
+        if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")
+    ]
     assert sound["epsilon"] == pytest.approx(full["epsilon"])
 
 
@@ -201,7 +234,16 @@ def test_regression_reports_rmse(tmp_path):
     x = draw.normal(size=(300, 5)).astype(np.float32)
     y = (x @ np.arange(5, dtype=np.float32) / 10).astype(np.float32)
     result = api_run(
-        "fed-cdp-sound", data=dataset(x[:200], y[:200], x[200:], y[200:]), model="linear", clients=4, partition="iid",
-        rounds=3, local_steps=5, batch_size=8, out=tmp_path / "run", report=False, aggregate="scaffold",
-    )  # fmt: skip
+        "fed-cdp-sound",
+        data=dataset(x[:200], y[:200], x[200:], y[200:]),
+        model="linear",
+        clients=4,
+        partition="iid",
+        rounds=3,
+        local_steps=5,
+        batch_size=8,
+        out=tmp_path / "run",
+        report=False,
+        aggregate="scaffold",
+    )
     assert result.accuracy is None and result.facts["test_rmse"] > 0

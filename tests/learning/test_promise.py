@@ -9,7 +9,9 @@ from fedveil.learning.promise import Round, Setting, claims, multiplier, release
 from fedveil.learning.recipes import catalogue, get, with_changes
 from fedveil.privacy.accountants import answer
 
-SETTING = Setting(clients=1000, cohort=100, rounds=100, steps=100, batch=5, examples=50_000, layers=3, dimension=21_840)
+SETTING = Setting(
+    clients=1000, cohort=100, rounds=100, steps=100, batch=5, examples=50_000, layers=3, dimension=21_840
+)
 
 
 def moment(bound=4.0, sigma=6.0, steps=100, epsilon=None, arrived=100):

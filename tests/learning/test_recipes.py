@@ -7,12 +7,36 @@ from fedveil.learning.describe import describe_all
 from fedveil.learning.recipes import Recipe, catalogue, get, with_changes
 
 PAPERS = {
-    "non-private", "fed-sdp", "fed-sdp-client", "fed-cdp", "fed-cdp-decay", "fed-alpha-cdp",
-    "fed-alpha-cdp-sigma-linear", "fed-alpha-cdp-sigma-staircase", "fed-alpha-cdp-sigma-exponential",
-    "fed-alpha-cdp-sigma-cyclic", "dp-baseline", "dp-dyns-c-decay", "dp-dyns-l2max", "dp-dyns", "dp-dynsigma",
-    "dp-dyn-s-c-decay-sigma", "dp-dyn-s-l2max-sigma", "dp-dyn-s-sigma", "quantile-clip", "adaclip", "random-noise",
-    "gradient-pruning", "dssgd", "ldp-fl", "udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase", "nbafl", "dp-fedavg",
-}  # fmt: skip
+    "non-private",
+    "fed-sdp",
+    "fed-sdp-client",
+    "fed-cdp",
+    "fed-cdp-decay",
+    "fed-alpha-cdp",
+    "fed-alpha-cdp-sigma-linear",
+    "fed-alpha-cdp-sigma-staircase",
+    "fed-alpha-cdp-sigma-exponential",
+    "fed-alpha-cdp-sigma-cyclic",
+    "dp-baseline",
+    "dp-dyns-c-decay",
+    "dp-dyns-l2max",
+    "dp-dyns",
+    "dp-dynsigma",
+    "dp-dyn-s-c-decay-sigma",
+    "dp-dyn-s-l2max-sigma",
+    "dp-dyn-s-sigma",
+    "quantile-clip",
+    "adaclip",
+    "random-noise",
+    "gradient-pruning",
+    "dssgd",
+    "ldp-fl",
+    "udp-fl-gaussian",
+    "udp-fl-laplace",
+    "udp-fl-staircase",
+    "nbafl",
+    "dp-fedavg",
+}
 
 
 def test_every_system_of_the_papers_is_in_the_catalogue():

@@ -12,7 +12,10 @@ def test_a_recipes_name_is_a_configuration_on_cancer():
 
 
 def test_set_reaches_configuration_recipe_and_options():
-    config = load_config("fed-cdp", ["rounds=7", "sigma=2.5", "clip.bound=linear:4:2", "dataset=digits", "partition_options.alpha=0.5"])
+    config = load_config(
+        "fed-cdp",
+        ["rounds=7", "sigma=2.5", "clip.bound=linear:4:2", "dataset=digits", "partition_options.alpha=0.5"],
+    )
     assert config.rounds == 7 and config.dataset == "digits"
     assert config.protect == {"sigma": 2.5, "clip.bound": "linear:4:2"}
     assert config.built_recipe().sigma.value(0, 7) == 2.5

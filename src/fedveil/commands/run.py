@@ -19,12 +19,16 @@ def register(app: typer.Typer) -> None:
     app.command()(compare)
 
 
-SetOption = Annotated[list[str], typer.Option("--set", help="Change a key: rounds=20, dataset=mnist, sigma=2, clip.bound=1.")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="Change a key: rounds=20, dataset=mnist, sigma=2, clip.bound=1.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def run(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_TOML", help="A recipe, a shipped configuration or a .toml file.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME_OR_TOML", help="A recipe, a shipped configuration or a .toml file.")
+    ],
     change: SetOption = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
@@ -53,7 +57,9 @@ def run(
         config = open_run(out).config
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
-    result = _with_progress(config, lambda hook: simulate(config, folder, resume=resume, on_round=hook, command=command), as_json)
+    result = _with_progress(
+        config, lambda hook: simulate(config, folder, resume=resume, on_round=hook, command=command), as_json
+    )
     if config.report:
         _write_report(folder)
     if as_json:
@@ -71,14 +77,26 @@ def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
         return work(None)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=config.rounds, shown="")
 
         def hook(facts: Any) -> None:
             accuracy = facts.metrics.get("test_accuracy")
             rmse = facts.metrics.get("test_rmse")
-            shown = f"accuracy {accuracy:.3f}" if accuracy is not None else f"rmse {rmse:.3f}" if rmse is not None else ""
+            shown = (
+                f"accuracy {accuracy:.3f}"
+                if accuracy is not None
+                else f"rmse {rmse:.3f}"
+                if rmse is not None
+                else ""
+            )
             epsilon = facts.metrics.get("epsilon")
             shown += f"  epsilon({config.observer}) {epsilon:.3f}" if epsilon is not None else ""
             progress.update(bar, completed=facts.round, shown=shown)
@@ -103,13 +121,26 @@ def _show(result: dict[str, Any], config: Any) -> None:
 
     console = Console()
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
-    quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {rmse:.4f}" if rmse is not None else "no finite result"
-    console.print(f"[bold]{result['recipe']}[/bold] on {result['dataset']}: {quality} after {result['rounds']} rounds "
-                  f"({result['seconds']:.1f} s, engine {result['engine']}); stopped: {result['stopped']}")  # fmt: skip
+    quality = (
+        f"test accuracy {accuracy:.4f}"
+        if accuracy is not None
+        else f"test RMSE {rmse:.4f}"
+        if rmse is not None
+        else "no finite result"
+    )
+    console.print(
+        f"[bold]{result['recipe']}[/bold] on {result['dataset']}: {quality} after {result['rounds']} rounds "
+        f"({result['seconds']:.1f} s, engine {result['engine']}); stopped: {result['stopped']}"
+    )
     console.print(ledger_table(result["ledger"]))
     if result["simulated"]:
-        console.print("Noise was seeded: these promises hold when deployed with secret noise (secure_noise = true).")
-    console.print(f"Run directory: {result['run']}" + ("  (open report.html)" if (Path(result["run"]) / "report.html").exists() else ""))
+        console.print(
+            "Noise was seeded: these promises hold when deployed with secret noise (secure_noise = true)."
+        )
+    console.print(
+        f"Run directory: {result['run']}"
+        + ("  (open report.html)" if (Path(result["run"]) / "report.html").exists() else "")
+    )
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -131,17 +162,25 @@ def recipes(as_json: JsonOption = False) -> None:
         table.add_column(column, overflow="fold")
     colours = {"sound": "green", "nominal": "yellow", "none": "red"}
     for row in rows:
-        marks = [f"[{colours[row['verdicts'][o]]}]{row['verdicts'][o]}[/]" for o in ("server", "client-process", "public")]
+        marks = [
+            f"[{colours[row['verdicts'][o]]}]{row['verdicts'][o]}[/]"
+            for o in ("server", "client-process", "public")
+        ]
         table.add_row(row["name"], row["clip"], row["sensitivity"], row["sigma"], row["where"], *marks)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def compare(
-    names: Annotated[list[str], typer.Argument(metavar="A B …", help="Recipes, configurations, .toml files or run directories.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="A B …", help="Recipes, configurations, .toml files or run directories."),
+    ],
     change: SetOption = [],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=1, help="Runs per configuration, seeds 0, 1, …")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the runs that are made.")] = Path("runs/compare"),
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (.png or .svg): accuracy against sound epsilon.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png or .svg): accuracy against sound epsilon.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run or read several configurations and put them side by side: accuracy, epsilon nominal and sound, time.

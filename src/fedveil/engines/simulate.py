@@ -79,9 +79,13 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
     """Load data, deal it out, build the model, calibrate the noise if asked to."""
     if dataset is None:
         dataset = load(
-            config.dataset, root=config.data, seed=config.split_seed, validation=config.validation,
-            target=config.target, limit=config.limit,
-        )  # fmt: skip
+            config.dataset,
+            root=config.data,
+            seed=config.split_seed,
+            validation=config.validation,
+            target=config.target,
+            limit=config.limit,
+        )
     if config.features:
         from fedveil.models.features import apply as apply_features
 
@@ -95,20 +99,38 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
     layout = layout_of(module)
     cohort_size = float(config.cohort_size or dealt.clients)
     setting = Setting(
-        clients=dealt.clients, cohort=cohort_size, rounds=config.rounds, steps=config.local_steps,
-        batch=config.batch_size, examples=dealt.examples, layers=layout.layers, dimension=layout.size,
-    )  # fmt: skip
+        clients=dealt.clients,
+        cohort=cohort_size,
+        rounds=config.rounds,
+        steps=config.local_steps,
+        batch=config.batch_size,
+        examples=dealt.examples,
+        layers=layout.layers,
+        dimension=layout.size,
+    )
     notes: tuple[str, ...] = dataset.notes
     task = Task(
-        recipe=recipe, setting=setting, module=module, layout=layout, x=dataset.x, y=dataset.y, rows=dealt.rows,
-        root=entropy() if config.secure_noise else config.seed, learning_rate=config.learning_rate,
-        learning_rate_end=config.learning_rate_end, momentum=config.momentum,
+        recipe=recipe,
+        setting=setting,
+        module=module,
+        layout=layout,
+        x=dataset.x,
+        y=dataset.y,
+        rows=dealt.rows,
+        root=entropy() if config.secure_noise else config.seed,
+        learning_rate=config.learning_rate,
+        learning_rate_end=config.learning_rate_end,
+        momentum=config.momentum,
         loss="squared" if dataset.task == "regression" else "cross-entropy",
-        server_learning_rate=config.server_learning_rate, server_momentum=config.server_momentum,
-        average=config.average, fixed_variance=config.fixed_variance, seed=config.seed,
-        message_loss=config.message_loss, curve=config.curve,
+        server_learning_rate=config.server_learning_rate,
+        server_momentum=config.server_momentum,
+        average=config.average,
+        fixed_variance=config.fixed_variance,
+        seed=config.seed,
+        message_loss=config.message_loss,
+        curve=config.curve,
         public=None if dataset.x_validation is None else (dataset.x_validation, dataset.y_validation),
-    )  # fmt: skip
+    )
     if config.client_epsilons or config.calibrate:
         from fedveil.learning.harmonize import harmonize
 
@@ -126,7 +148,9 @@ def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:
     return release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
 
 
-def train_cohort(prepared: Prepared, state: State, now: Round, clients: np.ndarray) -> Iterator[tuple[list[int], LocalResult]]:
+def train_cohort(
+    prepared: Prepared, state: State, now: Round, clients: np.ndarray
+) -> Iterator[tuple[list[int], LocalResult]]:
     """Train the cohort, chunk by chunk; clients with equal plans share a stack."""
     task, config = prepared.task, prepared.config
     groups: dict[LocalPlan, list[int]] = {}
@@ -137,13 +161,25 @@ def train_cohort(prepared: Prepared, state: State, now: Round, clients: np.ndarr
         for at in range(0, len(members), size):
             chunk = members[at : at + size]
             work = [work_of(task, state, now, client) for client in chunk]
-            yield chunk, local.train(
-                task.module, state.weights, task.x, task.y, work, plan,
-                engine=config.engine, workers=config.workers, device=config.device,
-            )  # fmt: skip
+            yield (
+                chunk,
+                local.train(
+                    task.module,
+                    state.weights,
+                    task.x,
+                    task.y,
+                    work,
+                    plan,
+                    engine=config.engine,
+                    workers=config.workers,
+                    device=config.device,
+                ),
+            )
 
 
-def play_round(prepared: Prepared, state: State, clients: np.ndarray) -> tuple[State, dict[str, Any], dict[str, Any]]:
+def play_round(
+    prepared: Prepared, state: State, clients: np.ndarray
+) -> tuple[State, dict[str, Any], dict[str, Any]]:
     """One round for a cohort whose release is already in the ledger: (state, public facts, private facts)."""
     task = prepared.task
     now = moment_of(task, state)
@@ -155,8 +191,12 @@ def play_round(prepared: Prepared, state: State, clients: np.ndarray) -> tuple[S
             seen.append((chunk, replace(result, delta=np.empty(0))))
 
     following, facts = merge(task, state, now, uploads())
-    facts |= {"clients": len(clients), "sigma": now.sigmas[0], "bound": now.bounds[0],
-              "learning_rate": learning_rate_of(task, state.round)}  # fmt: skip
+    facts |= {
+        "clients": len(clients),
+        "sigma": now.sigmas[0],
+        "bound": now.bounds[0],
+        "learning_rate": learning_rate_of(task, state.round),
+    }
     return following, facts, _diagnostics(seen)
 
 
@@ -178,8 +218,10 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
         "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
         "unclipped": mean("unclipped"),
         "noise_deviation": mean("noise_scale"),
-        "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)} if len(finite) <= 200 else None,
-    }  # fmt: skip
+        "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)}
+        if len(finite) <= 200
+        else None,
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -190,9 +232,15 @@ def _plain(value: Any) -> Any:
 
 
 def run(
-    config: RunConfig, out: str | Path, *, resume: bool = False, on_round: OnRound | None = None,
-    dataset: Dataset | None = None, module: Any = None, command: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    on_round: OnRound | None = None,
+    dataset: Dataset | None = None,
+    module: Any = None,
+    command: str = "",
+) -> dict[str, Any]:
     """Run a configuration in the directory `out`; returns what result.json holds.
 
     resume: continue from the last checkpoint. Seeded runs end with the same weights as an uninterrupted run.
@@ -217,7 +265,9 @@ def run(
             clock = time.perf_counter()
             state, facts, private = play_round(prepared, state, clients)
             facts["sat_out"] = len(drawn) - len(clients)
-            done = _record(prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round)
+            done = _record(
+                prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
+            )
             if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
                 store.save_checkpoint(folder / "checkpoints", state)
             if done:
@@ -234,12 +284,18 @@ def _open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -
     state = start(prepared.task, prepared.initial)
     if (folder / "run.json").exists():
         if not resume:
-            raise UserError(f"{folder} already holds a run: add --resume to continue it, or choose another --out")
+            raise UserError(
+                f"{folder} already holds a run: add --resume to continue it, or choose another --out"
+            )
         before = store.open_run(folder).config
         free = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
-        changed = [k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(config, k)]
+        changed = [
+            k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(config, k)
+        ]
         if changed:
-            raise UserError(f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead")
+            raise UserError(
+                f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead"
+            )
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1])
         for name in ("metrics.jsonl", "private.jsonl"):
@@ -252,14 +308,25 @@ def _open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:
         raise UserError(f"cannot create {folder}: {wrong.strerror}") from None
-    store.write_json(folder / "run.json", {
-        "config": config.model_dump(), "versions": store.versions(), "seed": config.seed, "command": command,
-        "simulated": not config.secure_noise, "engine": prepared.engine, "engine_reason": prepared.engine_reason,
-        "notes": list(prepared.notes), "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "python": sys.version.split()[0], "parameters": prepared.task.layout.size,
-        "layers": list(prepared.task.layout.layer_names), "examples": prepared.partition.examples,
-        "copies": prepared.partition.copies,
-    })  # fmt: skip
+    store.write_json(
+        folder / "run.json",
+        {
+            "config": config.model_dump(),
+            "versions": store.versions(),
+            "seed": config.seed,
+            "command": command,
+            "simulated": not config.secure_noise,
+            "engine": prepared.engine,
+            "engine_reason": prepared.engine_reason,
+            "notes": list(prepared.notes),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "python": sys.version.split()[0],
+            "parameters": prepared.task.layout.size,
+            "layers": list(prepared.task.layout.layer_names),
+            "examples": prepared.partition.examples,
+            "copies": prepared.partition.copies,
+        },
+    )
     return state
 
 
@@ -285,11 +352,18 @@ def header_of(prepared: Prepared) -> Header:
         committed = commit(_planned(prepared), config.rounds)
     many = dealt.clients > 100_000
     return Header(
-        delta=config.delta, clients=dealt.clients, sizes=() if many else tuple(int(s) for s in dealt.sizes),
-        copies=dealt.copies, budgets=budgets, simulated=not config.secure_noise, planned_rounds=config.rounds,
-        stopping="fixed" if committed is None else "data", committed=committed, config=config_hash(config),
+        delta=config.delta,
+        clients=dealt.clients,
+        sizes=() if many else tuple(int(s) for s in dealt.sizes),
+        copies=dealt.copies,
+        budgets=budgets,
+        simulated=not config.secure_noise,
+        planned_rounds=config.rounds,
+        stopping="fixed" if committed is None else "data",
+        committed=committed,
+        config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
-    )  # fmt: skip
+    )
 
 
 def _planned(prepared: Prepared) -> Iterator[Release]:
@@ -316,7 +390,9 @@ def config_hash(config: RunConfig) -> str:
 def _fingerprint(prepared: Prepared, state: State, clients: np.ndarray) -> str:
     """Equal only if a replayed round is the very same release: same start, cohort, configuration, seeded noise."""
     parts = hashlib.sha256(config_hash(prepared.config).encode())
-    parts.update(state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes())
+    parts.update(
+        state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes()
+    )
     for name in sorted(state.server):
         parts.update(name.encode() + np.asarray(state.server[name]).tobytes())
     return parts.hexdigest()
@@ -327,12 +403,21 @@ def _affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarra
     config, task = prepared.config, prepared.task
     clients = drawn
     if task.own_epsilon:
-        clients = np.array([c for c in drawn.tolist() if not ledger.would_exceed(release_of(prepared, now, np.array([c])))], int)
+        clients = np.array(
+            [c for c in drawn.tolist() if not ledger.would_exceed(release_of(prepared, now, np.array([c])))],
+            int,
+        )
         if len(clients) == 0 and len(drawn):
-            left = [c for c in range(prepared.partition.clients)
-                    if not ledger.would_exceed(release_of(prepared, now, np.array([c])))]  # fmt: skip
+            left = [
+                c
+                for c in range(prepared.partition.clients)
+                if not ledger.would_exceed(release_of(prepared, now, np.array([c])))
+            ]
             if len(left) < config.minimum_clients:
-                return clients, f"only {len(left)} clients have budget left (minimum_clients = {config.minimum_clients})"
+                return (
+                    clients,
+                    f"only {len(left)} clients have budget left (minimum_clients = {config.minimum_clients})",
+                )
     elif config.target_epsilon is not None:
         why = ledger.would_exceed(release_of(prepared, now, clients))
         if why:
@@ -341,9 +426,15 @@ def _affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarra
 
 
 def _record(
-    prepared: Prepared, folder: Path, ledger: Ledger, state: State, facts: dict[str, Any], private: dict[str, Any],
-    seconds: float, on_round: OnRound | None,
-) -> str:  # fmt: skip
+    prepared: Prepared,
+    folder: Path,
+    ledger: Ledger,
+    state: State,
+    facts: dict[str, Any],
+    private: dict[str, Any],
+    seconds: float,
+    on_round: OnRound | None,
+) -> str:
     """Evaluate, write the round's lines, tell the callback; returns a reason to stop or ''."""
     config, task, data = prepared.config, prepared.task, prepared.dataset
     line: dict[str, Any] = {"round": state.round, "seconds": seconds, **facts}
@@ -356,10 +447,16 @@ def _record(
             public = evaluate(task.module, weights, data.x_validation, data.y_validation, task.loss)
             line |= {f"validation_{name}": value for name, value in public.items()}
             reached = public["accuracy"]
-            if config.target_accuracy is not None and reached is not None and reached >= config.target_accuracy:
+            if (
+                config.target_accuracy is not None
+                and reached is not None
+                and reached >= config.target_accuracy
+            ):
                 stop = f"target_accuracy = {config.target_accuracy} reached on the validation set"
         if config.diagnostics and task.loss == "cross-entropy":
-            line["distortion_bound"] = distortion_bound(task.module, weights, data.x_test[:256], data.y_test[:256])
+            line["distortion_bound"] = distortion_bound(
+                task.module, weights, data.x_test[:256], data.y_test[:256]
+            )
         if not np.isfinite(weights).all():
             stop = "the global model is no longer finite: lower learning_rate"
     store.append_line(folder / "metrics.jsonl", line)
@@ -370,7 +467,9 @@ def _record(
     return stop
 
 
-def _result(prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop: str, seconds: float) -> dict[str, Any]:
+def _result(
+    prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop: str, seconds: float
+) -> dict[str, Any]:
     task, data, config = prepared.task, prepared.dataset, prepared.config
     weights = model_weights(state)
     if state.round and state.round not in store.checkpoints(folder / "checkpoints"):
@@ -378,11 +477,18 @@ def _result(prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop
     save_model(folder / "model.safetensors", weights, task.layout)
     found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
     result = {
-        "recipe": task.recipe.name, "dataset": config.dataset, "test_accuracy": found["accuracy"],
-        "test_loss": found["loss"], "rounds": state.round, "seconds": seconds, "stopped": stop,
-        "engine": prepared.engine, "simulated": not config.secure_noise, "run": str(folder),
+        "recipe": task.recipe.name,
+        "dataset": config.dataset,
+        "test_accuracy": found["accuracy"],
+        "test_loss": found["loss"],
+        "rounds": state.round,
+        "seconds": seconds,
+        "stopped": stop,
+        "engine": prepared.engine,
+        "simulated": not config.secure_noise,
+        "run": str(folder),
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
-    }  # fmt: skip
+    }
     result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
     store.write_json(folder / "result.json", result)
     return result

@@ -12,7 +12,9 @@ from fedveil.privacy.events import OBSERVERS
 from fedveil.privacy.schedules import Schedule
 
 # A typical setting, only to ask a recipe which kinds of claims it makes.
-TYPICAL = Setting(clients=100, cohort=10, rounds=10, steps=5, batch=5, examples=50_000, layers=3, dimension=1000)
+TYPICAL = Setting(
+    clients=100, cohort=10, rounds=10, steps=5, batch=5, examples=50_000, layers=3, dimension=1000
+)
 
 
 def text_of(schedule: Schedule) -> str:
@@ -27,11 +29,20 @@ def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, 
     """observer -> {"verdict", "unit", "reason"}: the best promise a recipe makes to it for any unit."""
     steps = 1 if recipe.where == "sum" else setting.steps
     setting = Setting(**{**asdict(setting), "steps": steps})
-    now = Round(1, values_of(recipe.clip.bound, 0, 10, steps), values_of(recipe.sigma, 0, 10, steps), recipe.epsilon, 10)
+    now = Round(
+        1,
+        values_of(recipe.clip.bound, 0, 10, steps),
+        values_of(recipe.sigma, 0, 10, steps),
+        recipe.epsilon,
+        10,
+    )
     order = {"sound": 0, "nominal": 1, "none": 2}
     out = {}
     for observer in OBSERVERS:
-        own = sorted((c for c in claims(recipe, setting, now, 500) if c.observer == observer), key=lambda c: order[c.verdict])
+        own = sorted(
+            (c for c in claims(recipe, setting, now, 500) if c.observer == observer),
+            key=lambda c: order[c.verdict],
+        )
         best = own[0]
         out[observer] = {"verdict": best.verdict, "unit": best.unit, "reason": best.reason}
     return out
@@ -47,17 +58,25 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         shown += " L1"
     found = verdicts(recipe)
     return {
-        "name": recipe.name, "summary": recipe.summary, "paper": recipe.paper, "family": recipe.family,
-        "target": recipe.target, "clip": shown,
+        "name": recipe.name,
+        "summary": recipe.summary,
+        "paper": recipe.paper,
+        "family": recipe.family,
+        "target": recipe.target,
+        "clip": shown,
         "sensitivity": recipe.sensitivity if recipe.private else "-",
         "sigma": text_of(recipe.sigma) if recipe.private and recipe.mechanism != "two-valued" else "-",
-        "mechanism": recipe.mechanism, "where": recipe.where, "noise_on": recipe.noise_on,
-        "sampling": recipe.sampling, "channel": recipe.channel, "aggregate": recipe.aggregate,
+        "mechanism": recipe.mechanism,
+        "where": recipe.where,
+        "noise_on": recipe.noise_on,
+        "sampling": recipe.sampling,
+        "channel": recipe.channel,
+        "aggregate": recipe.aggregate,
         "epsilon": recipe.epsilon,
         "verdicts": {o: v["verdict"] for o, v in found.items()},
         "units": {o: v["unit"] for o, v in found.items()},
         "reasons": {o: v["reason"] for o, v in found.items()},
-    }  # fmt: skip
+    }
 
 
 def describe_all() -> list[dict[str, Any]]:

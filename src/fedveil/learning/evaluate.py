@@ -17,14 +17,20 @@ def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 
         return torch.cat([module(torch.as_tensor(x[at : at + batch])) for at in range(0, len(x), batch)])
 
 
-def evaluate(module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray, loss: str) -> dict[str, float | None]:
+def evaluate(
+    module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray, loss: str
+) -> dict[str, float | None]:
     """Accuracy and loss, or RMSE and MAE for regression (accuracy is then None). Non-finite becomes None."""
     out = outputs(module, weights, x).double()
     truth = torch.as_tensor(y)
     if loss == "squared":
         error = out.reshape(len(y)) - truth.double()
         found = {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item()}
-        return {"accuracy": None, "loss": _finite(found["rmse"] ** 2 / 2), **{k: _finite(v) for k, v in found.items()}}
+        return {
+            "accuracy": None,
+            "loss": _finite(found["rmse"] ** 2 / 2),
+            **{k: _finite(v) for k, v in found.items()},
+        }
     right = (out.argmax(1) == truth).double().mean().item()
     return {"accuracy": right, "loss": _finite(nn.functional.cross_entropy(out, truth).item())}
 

@@ -33,7 +33,10 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
             key = (epsilon, mechanism, dealt.size(client))
             if key not in cache:
                 recipe = with_changes(task.recipe, {"mechanism": mechanism, **_clip_for(mechanism)})
-                cache[key] = (recipe, sigma_for(replace(task, recipe=recipe), config, epsilon, rounds, key[2]))
+                cache[key] = (
+                    recipe,
+                    sigma_for(replace(task, recipe=recipe), config, epsilon, rounds, key[2]),
+                )
             own[client], budgets[client] = cache[key], epsilon
         notes = tuple(
             f"epsilon {epsilon:g}, {mechanism}, {size} examples: sigma {found[1]:.4g}"
@@ -44,7 +47,9 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     assert config.target_epsilon is not None
     sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest)
     recipe = replace(task.recipe, sigma=constant(sigma))
-    return replace(task, recipe=recipe), (f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",)
+    return replace(task, recipe=recipe), (
+        f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
+    )
 
 
 def _clip_for(mechanism: str) -> dict[str, Any]:
@@ -66,7 +71,11 @@ def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: in
     now = moment_of(task, start(task, _zeros(task)))
     at = Round(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
     unit = "client" if task.recipe.target == "update" else "example"
-    found = [c for c in claims(task.recipe, task.setting, at, size) if (c.observer, c.unit, c.verdict) == (config.observer, unit, "sound")]
+    found = [
+        c
+        for c in claims(task.recipe, task.setting, at, size)
+        if (c.observer, c.unit, c.verdict) == (config.observer, unit, "sound")
+    ]
     if not found:
         raise UserError(
             f"calibrate = true: recipe '{task.recipe.name}' gives no sound promise to observer '{config.observer}' per {unit}, "
@@ -95,7 +104,9 @@ def sigma_for(task: Task, config: RunConfig, epsilon: float, rounds: int, size: 
     while spent(high) > epsilon:
         low, high = high, high * 4
         if high > 1e9:
-            raise UserError(f"no noise reaches epsilon = {epsilon:g} in {rounds} rounds at delta = {config.delta:g}")
+            raise UserError(
+                f"no noise reaches epsilon = {epsilon:g} in {rounds} rounds at delta = {config.delta:g}"
+            )
     while high / low > 1.0005:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if spent(middle) > epsilon else (low, middle)

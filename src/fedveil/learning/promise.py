@@ -48,7 +48,11 @@ class Round:
 
 
 def release(
-    recipe: Recipe, setting: Setting, now: Round, sizes: Mapping[int, int], budgets: Mapping[int, tuple[Recipe, float]] = {}
+    recipe: Recipe,
+    setting: Setting,
+    now: Round,
+    sizes: Mapping[int, int],
+    budgets: Mapping[int, tuple[Recipe, float]] = {},
 ) -> Release:
     """All claims of one round, grouped by clients for which they are equal.
 
@@ -69,7 +73,9 @@ def claims(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Clai
     """The claims of one client of `size` examples about one round."""
     if recipe.where == "nowhere":
         return _nothing(recipe)
-    return {"step": _step, "client": _client, "server": _server, "sum": _sum}[recipe.where](recipe, setting, now, size)
+    return {"step": _step, "client": _client, "server": _server, "sum": _sum}[recipe.where](
+        recipe, setting, now, size
+    )
 
 
 def _none(observer: Observer, unit: Unit, reason: str) -> Claim:
@@ -80,7 +86,11 @@ def _nothing(recipe: Recipe) -> list[Claim]:
     reason = "no noise is added"
     if recipe.prune or recipe.share < 1:
         reason = "dropping coordinates is not noise: what is shared is exact"
-    return [_none(o, u, reason) for o in ("server", "client-process", "participants", "public") for u in ("example", "client")]
+    return [
+        _none(o, u, reason)
+        for o in ("server", "client-process", "participants", "public")
+        for u in ("example", "client")
+    ]
 
 
 def joint_bound(recipe: Recipe, bound: float, layers: int) -> float:
@@ -96,7 +106,9 @@ def multiplier(recipe: Recipe, setting: Setting, bound: float, sigma: float) -> 
     """Noise scale on the sum over the joint bound (zero-out neighbours); bound cancels for a fixed bound."""
     scale = sigma * (1.0 if recipe.clip.rule == "adaclip" else bound)
     if recipe.clip.split and recipe.clip.kind == "layer":
-        scale = sigma * bound  # noise is scaled to the joint bound although each layer gets bound / sqrt(layers)
+        scale = (
+            sigma * bound
+        )  # noise is scaled to the joint bound although each layer gets bound / sqrt(layers)
     if recipe.noise_on == "mean":
         scale *= setting.batch if recipe.where in ("step", "sum") else setting.cohort
     elif recipe.noise_on == "example":
@@ -117,7 +129,12 @@ def _batch_sampling(recipe: Recipe, setting: Setting, size: int) -> tuple[Sampli
     if recipe.sampling == "poisson":
         return Sampling("poisson", rate=batch / size), "zero-out", 1.0, steps
     if recipe.sampling == "fixed":
-        return Sampling("fixed", rate=batch / size, batch=int(batch), population=size), "replace-one", 2.0, steps
+        return (
+            Sampling("fixed", rate=batch / size, batch=int(batch), population=size),
+            "replace-one",
+            2.0,
+            steps,
+        )
     return Sampling("partition", rate=batch / size), "zero-out", 1.0, passes(steps, batch, size)
 
 
@@ -140,7 +157,9 @@ def _step(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim
     events = []
     for z, count in _runs(zs).items():
         share = count if uses == setting.steps else max(1, math.ceil(uses * count / setting.steps))
-        events.append(Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", share))
+        events.append(
+            Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", share)
+        )
 
     broken = ""
     if recipe.sensitivity == "l2-max":
@@ -181,7 +200,15 @@ def _in_memory(recipe: Recipe, setting: Setting, now: Round, uses: int) -> list[
         z = sigma * bound / (2 * joint_bound(recipe, bound, setting.layers))
         steps = max(1, math.ceil(uses * count / setting.steps))
         event = Event(Noise("gaussian", z), Sampling("none"), "replace-one", "example", steps)
-        out.append(Claim("client-process", "example", "sound", "noise on every example's gradient, not amplified", event))
+        out.append(
+            Claim(
+                "client-process",
+                "example",
+                "sound",
+                "noise on every example's gradient, not amplified",
+                event,
+            )
+        )
     return out
 
 
@@ -197,7 +224,9 @@ def _paper_step(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
     if recipe.mechanism != "gaussian" or recipe.paper == "fedveil":
         return []
     rate = min(1.0, setting.batch * setting.cohort / setting.examples)
-    reasons = ["steps of one client are not Poisson samples of all clients' data"] if setting.clients > 1 else []
+    reasons = (
+        ["steps of one client are not Poisson samples of all clients' data"] if setting.clients > 1 else []
+    )
     if recipe.clip.kind == "layer":
         reasons.append(f"sigma is not divided by the square root of the {setting.layers} layers")
     if recipe.sensitivity == "l2-max":
@@ -207,7 +236,9 @@ def _paper_step(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
     reason = "as the papers count it; " + "; ".join(reasons) if reasons else "as the papers count it"
     out = []
     for sigma, count in _runs(now.sigmas).items():
-        event = Event(Noise("gaussian", sigma), Sampling("poisson", rate=rate), "add-remove", "example", count)
+        event = Event(
+            Noise("gaussian", sigma), Sampling("poisson", rate=rate), "add-remove", "example", count
+        )
         out.append(Claim("server", "example", "nominal", reason, event, "everyone", "moments"))
         if setting.clients > 1:
             same = "the papers give the example's epsilon to the whole client (joint DP); that changes who sees, not the unit"
@@ -221,16 +252,38 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
         return _two_valued(recipe, setting, now)
     out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
     if recipe.clip.kind == "none":
-        return out + [_none(o, u, "noise without a clip: the update is unbounded") for o in AFTER_UPLOAD for u in ("example", "client")]
-    z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0]) if recipe.noise_on == "sum" else (
-        now.sigmas[0] * now.bounds[0] / joint_bound(recipe, now.bounds[0], setting.layers)
+        return out + [
+            _none(o, u, "noise without a clip: the update is unbounded")
+            for o in AFTER_UPLOAD
+            for u in ("example", "client")
+        ]
+    z = (
+        multiplier(recipe, setting, now.bounds[0], now.sigmas[0])
+        if recipe.noise_on == "sum"
+        else (now.sigmas[0] * now.bounds[0] / joint_bound(recipe, now.bounds[0], setting.layers))
     )
     for observer in AFTER_UPLOAD:
-        out += _both_units(observer, recipe, z, Sampling("none"), "zero-out", "each upload is clipped and noised by its client", "holder")
+        out += _both_units(
+            observer,
+            recipe,
+            z,
+            Sampling("none"),
+            "zero-out",
+            "each upload is clipped and noised by its client",
+            "holder",
+        )
     if recipe.name == "nbafl":
         paper = Event(Noise("gaussian", now.sigmas[0]), Sampling("none"), "zero-out", "example", 1)
         out.append(
-            Claim("server", "example", "nominal", "as printed: 2C/|D_i| is not the sensitivity of several SGD steps", paper, "holder", "moments")
+            Claim(
+                "server",
+                "example",
+                "nominal",
+                "as printed: 2C/|D_i| is not the sensitivity of several SGD steps",
+                paper,
+                "holder",
+                "moments",
+            )
         )
     else:
         out += _paper_rounds(recipe, setting, now)
@@ -248,13 +301,23 @@ def _both_units(
     whole = "holder" if scope == "holder" else "everyone"
     return [
         Claim(observer, "client", "sound", why, client, whole),  # type: ignore[arg-type]
-        Claim(observer, "example", "sound", why + "; one example may turn the clipped update around", example, whole),  # type: ignore[arg-type]
+        Claim(
+            observer,
+            "example",
+            "sound",
+            why + "; one example may turn the clipped update around",
+            example,
+            whole,
+        ),  # type: ignore[arg-type]
     ]
 
 
 def _server(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]:
     out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
-    out += [_none("server", unit, "the server receives each update before any noise") for unit in ("example", "client")]
+    out += [
+        _none("server", unit, "the server receives each update before any noise")
+        for unit in ("example", "client")
+    ]
     z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0])
     sampling, relation = _cohort_sampling(recipe, setting)
     if recipe.noise_on == "example" and recipe.cohort == "poisson":
@@ -273,7 +336,9 @@ def _cohort_sampling(recipe: Recipe, setting: Setting) -> tuple[Sampling, Relati
         return Sampling("none"), "zero-out"
     if recipe.cohort == "poisson":
         return Sampling("poisson", rate=rate), "zero-out"
-    return Sampling("fixed", rate=rate, batch=round(setting.cohort), population=setting.clients), "replace-one"
+    return Sampling(
+        "fixed", rate=rate, batch=round(setting.cohort), population=setting.clients
+    ), "replace-one"
 
 
 def _paper_rounds(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
@@ -295,7 +360,13 @@ def _sum(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]
     out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
     for observer in AFTER_UPLOAD:
         if recipe.noise_on == "example":
-            out.append(_none(observer, "example", "noise per example on a sum of random size: the variance tells the count"))
+            out.append(
+                _none(
+                    observer,
+                    "example",
+                    "noise per example on a sum of random size: the variance tells the count",
+                )
+            )
         else:
             event = Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", uses)
             why = "noise once on the sum over all clients, of which nobody sees a part (trusted or secure aggregation)"
@@ -309,12 +380,24 @@ def _two_valued(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
     epsilon = now.epsilon or recipe.epsilon or 0.0
     weight = Event(Noise("two-valued", 1 / epsilon), Sampling("none"), "replace-one", "reported-weight", 1)
     client = Event(
-        Noise("two-valued", 1 / epsilon, norm="l1", dimension=setting.dimension), Sampling("none"), "replace-one", "client", 1
+        Noise("two-valued", 1 / epsilon, norm="l1", dimension=setting.dimension),
+        Sampling("none"),
+        "replace-one",
+        "client",
+        1,
     )
     example = Event(client.noise, client.sampling, "replace-one", "example", 1)
     out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
     for observer in AFTER_UPLOAD:
-        out.append(Claim(observer, "reported-weight", "sound", "each single reported weight, never added up over weights or rounds", weight))
+        out.append(
+            Claim(
+                observer,
+                "reported-weight",
+                "sound",
+                "each single reported weight, never added up over weights or rounds",
+                weight,
+            )
+        )
         many = f"all {setting.dimension} weights of a client move together, in every round it takes part in"
         out.append(Claim(observer, "client", "sound", many, client))
         out.append(Claim(observer, "example", "sound", many, example))
@@ -323,17 +406,37 @@ def _two_valued(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
         mixed = Event(weight.noise, Sampling("none", population=arrived), "replace-one", "reported-weight", 1)
         out.append(
             Claim(
-                "server", "reported-weight", "sound",
+                "server",
+                "reported-weight",
+                "sound",
                 f"one weight hidden among the reports of {arrived} clients (exact binary shuffling; the shuffler must be honest)",
-                mixed, accountant="shuffle",
+                mixed,
+                accountant="shuffle",
             )
-        )  # fmt: skip
-    count = {"none": setting.dimension, "shuffle-models": setting.dimension, "shuffle-parameters": 1}[recipe.channel]
-    per_paper = Event(Noise("two-valued", 1 / epsilon, norm="l1", dimension=count), Sampling("none"), "replace-one", "client", 1)
+        )
+    count = {"none": setting.dimension, "shuffle-models": setting.dimension, "shuffle-parameters": 1}[
+        recipe.channel
+    ]
+    per_paper = Event(
+        Noise("two-valued", 1 / epsilon, norm="l1", dimension=count),
+        Sampling("none"),
+        "replace-one",
+        "client",
+        1,
+    )
     reason = {
         "none": "as the paper counts it without shuffling",
         "shuffle-models": "the paper lets rounds not add up when models are shuffled; unlinkability does not stop composition",
         "shuffle-parameters": "the paper lets neither weights nor rounds add up; unlinkability does not stop composition",
     }[recipe.channel]
-    out.append(Claim("server", "client", "nominal", reason, per_paper, accountant="basic" if recipe.channel == "none" else "paper-ldp"))
+    out.append(
+        Claim(
+            "server",
+            "client",
+            "nominal",
+            reason,
+            per_paper,
+            accountant="basic" if recipe.channel == "none" else "paper-ldp",
+        )
+    )
     return out

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.schedules import Schedule, parse
 
+
 def constant(value: float) -> Schedule:
     """A schedule that never moves."""
     return Schedule("constant", float(value))
@@ -106,15 +107,21 @@ def check(recipe: Recipe) -> None:
         allowed = get_args(_HINTS(type(recipe))[item.name])
         value = getattr(recipe, item.name)
         if allowed and all(isinstance(a, str) for a in allowed) and value not in allowed:
-            refuse(f"{item.name} = {value!r} is not one of {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+            refuse(
+                f"{item.name} = {value!r} is not one of {', '.join(allowed)}.{did_you_mean(value, allowed)}"
+            )
     r, clip = recipe, recipe.clip
     if (r.where == "nowhere") != (r.mechanism == "none"):
-        refuse("a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism")
+        refuse(
+            "a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism"
+        )
     if r.target == "weights" and r.mechanism not in ("two-valued", "none"):
         refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
     if r.mechanism == "two-valued":
         if r.target != "weights" or r.where != "client":
-            refuse("the two-valued randomiser reports weights at the client: target = weights, where = client")
+            refuse(
+                "the two-valued randomiser reports weights at the client: target = weights, where = client"
+            )
         if r.epsilon is None or not r.epsilon > 0:
             refuse("the two-valued randomiser needs epsilon > 0 (per weight)")
         if r.ranges == "client":
@@ -215,7 +222,9 @@ def _flat(bound: str | float = 1.0, **more: Any) -> Clip:
 
 def _build() -> dict[str, Recipe]:
     step = {"mechanism": "gaussian", "where": "step"}
-    fed_cdp = Recipe("fed-cdp", "noise on every local step, per example and layer", "P1, P3", clip=_layer(), **step)
+    fed_cdp = Recipe(
+        "fed-cdp", "noise on every local step, per example and layer", "P1, P3", clip=_layer(), **step
+    )
     sigma_decay = {
         "linear": "linear:15:4.85",
         "staircase": "staircase:15:4.85",
@@ -227,91 +236,242 @@ def _build() -> dict[str, Recipe]:
     items = [
         Recipe("non-private", "plain federated averaging", "P1", family="baseline"),
         Recipe(
-            "fed-sdp", "clipped client updates, noise once at the server", "P1, P3", target="update",
-            clip=_layer(), mechanism="gaussian", where="server", cohort="poisson",
+            "fed-sdp",
+            "clipped client updates, noise once at the server",
+            "P1, P3",
+            target="update",
+            clip=_layer(),
+            mechanism="gaussian",
+            where="server",
+            cohort="poisson",
         ),
         Recipe(
-            "fed-sdp-client", "each client noises its clipped update before it leaves", "P1, P3", target="update",
-            clip=_layer(), mechanism="gaussian", where="client",
+            "fed-sdp-client",
+            "each client noises its clipped update before it leaves",
+            "P1, P3",
+            target="update",
+            clip=_layer(),
+            mechanism="gaussian",
+            where="client",
         ),
         fed_cdp,
-        replace(fed_cdp, name="fed-cdp-decay", summary="Fed-CDP with a clip bound that decays", clip=_layer("linear:6:2")),
-        replace(fed_cdp, name="fed-alpha-cdp", summary="Fed-CDP with l2-max sensitivity", paper="P3", sensitivity="l2-max"),
+        replace(
+            fed_cdp,
+            name="fed-cdp-decay",
+            summary="Fed-CDP with a clip bound that decays",
+            clip=_layer("linear:6:2"),
+        ),
+        replace(
+            fed_cdp,
+            name="fed-alpha-cdp",
+            summary="Fed-CDP with l2-max sensitivity",
+            paper="P3",
+            sensitivity="l2-max",
+        ),
         *(
             replace(
-                fed_cdp, name=f"fed-alpha-cdp-sigma-{kind}", summary=f"Fed-alpha-CDP with {kind} sigma decay",
-                paper="P3", sensitivity="l2-max", sigma=parse(text),
+                fed_cdp,
+                name=f"fed-alpha-cdp-sigma-{kind}",
+                summary=f"Fed-alpha-CDP with {kind} sigma decay",
+                paper="P3",
+                sensitivity="l2-max",
+                sigma=parse(text),
             )
             for kind, text in sigma_decay.items()
         ),
         replace(central, name="dp-baseline", summary="central DP-SGD with per-layer clipping"),
         replace(central, name="dp-dyns-c-decay", summary="central, decaying clip bound", clip=half),
         replace(central, name="dp-dyns-l2max", summary="central, l2-max sensitivity", sensitivity="l2-max"),
-        replace(central, name="dp-dyns", summary="central, decaying bound and l2-max", clip=half, sensitivity="l2-max"),
+        replace(
+            central,
+            name="dp-dyns",
+            summary="central, decaying bound and l2-max",
+            clip=half,
+            sensitivity="l2-max",
+        ),
         replace(central, name="dp-dynsigma", summary="central, decaying sigma", sigma=down),
-        replace(central, name="dp-dyn-s-c-decay-sigma", summary="central, decaying bound and sigma", clip=half, sigma=down),
-        replace(central, name="dp-dyn-s-l2max-sigma", summary="central, l2-max and decaying sigma", sensitivity="l2-max", sigma=down),
         replace(
-            central, name="dp-dyn-s-sigma", summary="central, decaying bound, l2-max, decaying sigma", clip=half,
-            sensitivity="l2-max", sigma=down,
+            central,
+            name="dp-dyn-s-c-decay-sigma",
+            summary="central, decaying bound and sigma",
+            clip=half,
+            sigma=down,
         ),
         replace(
-            fed_cdp, name="quantile-clip", summary="bound tracks the median norm by noised counts (Andrew et al.)",
-            paper="P2, P3", clip=_layer(4.0, rule="quantile"),
+            central,
+            name="dp-dyn-s-l2max-sigma",
+            summary="central, l2-max and decaying sigma",
+            sensitivity="l2-max",
+            sigma=down,
         ),
         replace(
-            fed_cdp, name="adaclip", summary="per-coordinate shift and scale from noised gradients (Pichapati et al.)",
-            paper="P2, P3", clip=_flat(1.0, rule="adaclip"),
+            central,
+            name="dp-dyn-s-sigma",
+            summary="central, decaying bound, l2-max, decaying sigma",
+            clip=half,
+            sensitivity="l2-max",
+            sigma=down,
         ),
-        replace(fed_cdp, name="median-clip", summary="bound is the batch's own median norm", paper="P1", clip=_layer(4.0, rule="median")),
+        replace(
+            fed_cdp,
+            name="quantile-clip",
+            summary="bound tracks the median norm by noised counts (Andrew et al.)",
+            paper="P2, P3",
+            clip=_layer(4.0, rule="quantile"),
+        ),
+        replace(
+            fed_cdp,
+            name="adaclip",
+            summary="per-coordinate shift and scale from noised gradients (Pichapati et al.)",
+            paper="P2, P3",
+            clip=_flat(1.0, rule="adaclip"),
+        ),
+        replace(
+            fed_cdp,
+            name="median-clip",
+            summary="bound is the batch's own median norm",
+            paper="P1",
+            clip=_layer(4.0, rule="median"),
+        ),
         Recipe(
-            "random-noise", "fixed-variance noise on each update, no clip", "P3", family="baseline", target="update",
-            mechanism="gaussian", where="client", sigma=constant(0.01),
+            "random-noise",
+            "fixed-variance noise on each update, no clip",
+            "P3",
+            family="baseline",
+            target="update",
+            mechanism="gaussian",
+            where="client",
+            sigma=constant(0.01),
         ),
-        Recipe("gradient-pruning", "drop the smallest coordinates of each update", "P1, P3", family="baseline", prune=0.3),
-        Recipe("dssgd", "share a random subset of the large coordinates", "P3", family="baseline", share=0.1, share_threshold=0.001),
-        replace(fed_cdp, name="fed-cdp-pruned", summary="Fed-CDP, small coordinates dropped before upload", paper="P1", prune=0.3),
-        replace(fed_cdp, name="fed-cdp-example", summary="Fed-CDP with noise on every example (P1 Alg. 2)", noise_on="example", sampling="fixed"),
-        replace(fed_cdp, name="fed-cdp-mean", summary="Fed-CDP with noise on the mean (P3 Alg. 1 as printed)", paper="P3", noise_on="mean"),
+        Recipe(
+            "gradient-pruning",
+            "drop the smallest coordinates of each update",
+            "P1, P3",
+            family="baseline",
+            prune=0.3,
+        ),
+        Recipe(
+            "dssgd",
+            "share a random subset of the large coordinates",
+            "P3",
+            family="baseline",
+            share=0.1,
+            share_threshold=0.001,
+        ),
         replace(
-            fed_cdp, name="fed-cdp-sound", summary="Fed-CDP with flat clipping and Poisson batches", paper="fedveil",
+            fed_cdp,
+            name="fed-cdp-pruned",
+            summary="Fed-CDP, small coordinates dropped before upload",
+            paper="P1",
+            prune=0.3,
+        ),
+        replace(
+            fed_cdp,
+            name="fed-cdp-example",
+            summary="Fed-CDP with noise on every example (P1 Alg. 2)",
+            noise_on="example",
+            sampling="fixed",
+        ),
+        replace(
+            fed_cdp,
+            name="fed-cdp-mean",
+            summary="Fed-CDP with noise on the mean (P3 Alg. 1 as printed)",
+            paper="P3",
+            noise_on="mean",
+        ),
+        replace(
+            fed_cdp,
+            name="fed-cdp-sound",
+            summary="Fed-CDP with flat clipping and Poisson batches",
+            paper="fedveil",
             clip=_flat(1.0),
         ),
         replace(
-            fed_cdp, name="fed-alpha-cdp-sound",
-            summary="noise follows the gradient norms, by a noised high quantile from earlier rounds", paper="fedveil",
+            fed_cdp,
+            name="fed-alpha-cdp-sound",
+            summary="noise follows the gradient norms, by a noised high quantile from earlier rounds",
+            paper="fedveil",
             clip=_flat(4.0, rule="quantile", quantile=0.9, quantile_rate=0.3, count_noise=5.0),
         ),
         Recipe(
-            "sum-cdp", "clipped per-example gradients summed over all clients, noise once on the sum", "fedveil",
-            clip=_flat(1.0), mechanism="gaussian", where="sum", cohort="all", aggregate="mean",
+            "sum-cdp",
+            "clipped per-example gradients summed over all clients, noise once on the sum",
+            "fedveil",
+            clip=_flat(1.0),
+            mechanism="gaussian",
+            where="sum",
+            cohort="all",
+            aggregate="mean",
         ),
         Recipe(
-            "ldp-fl", "two-valued reports of whole weights, parameters shuffled", "P4", family="local",
-            target="weights", mechanism="two-valued", where="client", epsilon=1.0, channel="shuffle-parameters",
-        ),
-        replace(fed_cdp, name="udp-fl-gaussian", summary="UDP-FL with Gaussian noise", paper="P5", clip=_flat(1.0), epsilon=4.0),
-        replace(
-            fed_cdp, name="udp-fl-laplace", summary="UDP-FL with Laplace noise and an L1 clip", paper="P5",
-            clip=_flat(1.0, norm="l1"), mechanism="laplace", epsilon=4.0,
-        ),
-        replace(
-            fed_cdp, name="udp-fl-staircase", summary="UDP-FL with the joint L1 Staircase", paper="P5",
-            clip=_flat(1.0, norm="l1"), mechanism="joint-staircase", epsilon=4.0,
+            "ldp-fl",
+            "two-valued reports of whole weights, parameters shuffled",
+            "P4",
+            family="local",
+            target="weights",
+            mechanism="two-valued",
+            where="client",
+            epsilon=1.0,
+            channel="shuffle-parameters",
         ),
         replace(
-            fed_cdp, name="udp-fl-staircase-iid", summary="UDP-FL with i.i.d. Staircase noise under an L2 clip", paper="P5",
-            clip=_flat(1.0), mechanism="staircase", epsilon=4.0,
+            fed_cdp,
+            name="udp-fl-gaussian",
+            summary="UDP-FL with Gaussian noise",
+            paper="P5",
+            clip=_flat(1.0),
+            epsilon=4.0,
+        ),
+        replace(
+            fed_cdp,
+            name="udp-fl-laplace",
+            summary="UDP-FL with Laplace noise and an L1 clip",
+            paper="P5",
+            clip=_flat(1.0, norm="l1"),
+            mechanism="laplace",
+            epsilon=4.0,
+        ),
+        replace(
+            fed_cdp,
+            name="udp-fl-staircase",
+            summary="UDP-FL with the joint L1 Staircase",
+            paper="P5",
+            clip=_flat(1.0, norm="l1"),
+            mechanism="joint-staircase",
+            epsilon=4.0,
+        ),
+        replace(
+            fed_cdp,
+            name="udp-fl-staircase-iid",
+            summary="UDP-FL with i.i.d. Staircase noise under an L2 clip",
+            paper="P5",
+            clip=_flat(1.0),
+            mechanism="staircase",
+            epsilon=4.0,
         ),
         Recipe(
-            "nbafl", "clipped updates noised on the uplink, broadcast noised on the downlink", "P5", family="baseline",
-            target="update", clip=_flat(1.0), mechanism="gaussian", where="client", downlink_sigma=0.0,
+            "nbafl",
+            "clipped updates noised on the uplink, broadcast noised on the downlink",
+            "P5",
+            family="baseline",
+            target="update",
+            clip=_flat(1.0),
+            mechanism="gaussian",
+            where="client",
+            downlink_sigma=0.0,
         ),
         Recipe(
-            "dp-fedavg", "clipped client updates, noise once at the server, Poisson cohorts", "P5", target="update",
-            clip=_flat(1.0), mechanism="gaussian", where="server", cohort="poisson", sigma=constant(1.0),
+            "dp-fedavg",
+            "clipped client updates, noise once at the server, Poisson cohorts",
+            "P5",
+            target="update",
+            clip=_flat(1.0),
+            mechanism="gaussian",
+            where="server",
+            cohort="poisson",
+            sigma=constant(1.0),
         ),
-    ]  # fmt: skip
+    ]
     return {r.name: r for r in items}
 
 

@@ -79,7 +79,10 @@ def start(task: Task, weights: np.ndarray) -> State:
         server["adaclip_variance"] = np.full(task.layout.size, 1.0 / task.layout.size, np.float32)
     if task.recipe.mechanism == "two-valued":
         centre = np.zeros(task.layout.layers)
-        server["range_centre"], server["range_radius"] = centre, np.full(task.layout.layers, task.recipe.radius)
+        server["range_centre"], server["range_radius"] = (
+            centre,
+            np.full(task.layout.layers, task.recipe.radius),
+        )
     return State(weights.astype(np.float32), 0, server)
 
 
@@ -158,7 +161,11 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
 def work_of(task: Task, state: State, now: Round, client: int) -> ClientWork:
     """The client's rows for every step, its noise key and its vectors."""
     recipe, rows = recipe_of(task, client), np.asarray(task.rows(client))
-    kind = recipe.sampling if recipe.private else ("partition" if recipe.sampling == "poisson" else recipe.sampling)
+    kind = (
+        recipe.sampling
+        if recipe.private
+        else ("partition" if recipe.sampling == "poisson" else recipe.sampling)
+    )
     vectors: dict[str, np.ndarray] = {}
     if recipe.aggregate == "scaffold":
         vectors["control"] = aggregate.scaffold_control(state.server, client, task.layout.size)
@@ -187,7 +194,9 @@ class Upload:
     bits: np.ndarray | None = None
 
 
-def uploads_of(task: Task, now: Round, state: State, clients: Sequence[int], result: LocalResult) -> Iterator[Upload]:
+def uploads_of(
+    task: Task, now: Round, state: State, clients: Sequence[int], result: LocalResult
+) -> Iterator[Upload]:
     """Sanitise what the engine returned, one client after the other; diverged clients are left out."""
     for k, client in enumerate(clients):
         if not result.finite[k]:
@@ -195,7 +204,9 @@ def uploads_of(task: Task, now: Round, state: State, clients: Sequence[int], res
         recipe = recipe_of(task, client)
         if recipe.mechanism == "two-valued":
             key = derive(task.root, "two-valued", now.number, client)
-            bits = ldp.encode(state.weights + result.delta[k], ranges_of(state), float(now.epsilon or 0), task.layout, key)
+            bits = ldp.encode(
+                state.weights + result.delta[k], ranges_of(state), float(now.epsilon or 0), task.layout, key
+            )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
         update = sanitise_update(task, now, recipe, result.delta[k], client)
@@ -261,7 +272,9 @@ def share_some(update: np.ndarray, recipe: Recipe, draw: np.random.Generator) ->
     return out
 
 
-def merge(task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]) -> tuple[State, dict[str, Any]]:
+def merge(
+    task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]
+) -> tuple[State, dict[str, Any]]:
     """The server's side of a round: sum, noise if it is the server's, step, memories.
 
     Returns the next state and public facts (number of uploads and the like). Uploads are added in the order
@@ -292,29 +305,48 @@ def merge(task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequ
         return _finish(task, state, now, state.weights, server, facts)
     key = derive(task.root, "server-noise", now.number)[:16]
     if recipe.where == "server":
-        scale = now.sigmas[0] * now.bounds[0] * {
-            "sum": 1.0, "mean": setting.cohort, "example": math.sqrt(setting.cohort)}[recipe.noise_on]  # fmt: skip
+        scale = (
+            now.sigmas[0]
+            * now.bounds[0]
+            * {"sum": 1.0, "mean": setting.cohort, "example": math.sqrt(setting.cohort)}[recipe.noise_on]
+        )
         mean = (total + scale * noise.normals(key, 0, total.size)) / setting.cohort
     elif recipe.where == "sum":
         everyone = setting.batch * setting.clients if recipe.sampling != "full" else float(setting.examples)
         scale = now.sigmas[0] * now.bounds[0] * (everyone if recipe.noise_on == "mean" else 1.0)
-        mean = (total + scale * noise.normals(key, 0, total.size)) / everyone * learning_rate_of(task, state.round)
+        mean = (
+            (total + scale * noise.normals(key, 0, total.size))
+            / everyone
+            * learning_rate_of(task, state.round)
+        )
     else:
         mean = total / count
-    memory: Arrays = {k: v for k, v in state.server.items() if k in ("momentum", "first", "second") or k.startswith("control")}
+    memory: Arrays = {
+        k: v
+        for k, v in state.server.items()
+        if k in ("momentum", "first", "second") or k.startswith("control")
+    }
     if recipe.aggregate == "connectivity" and len(kept) > 1:
         mean, facts["paths"] = _connect(task, state, now, kept)
     elif recipe.aggregate == "fedmed":
         mean = aggregate.fedmed_mean(state.weights, np.stack([u.update for u in kept]), task.layout)
     elif recipe.aggregate == "scaffold":
         mean, memory = aggregate.scaffold_states(
-            memory, np.stack([u.update for u in kept]), [u.client for u in kept], population=setting.clients,
-            steps=setting.steps, learning_rate=learning_rate_of(task, state.round),
-        )  # fmt: skip
+            memory,
+            np.stack([u.update for u in kept]),
+            [u.client for u in kept],
+            population=setting.clients,
+            steps=setting.steps,
+            learning_rate=learning_rate_of(task, state.round),
+        )
     weights, memory = aggregate.step(
-        "momentum" if task.server_momentum else recipe.aggregate, memory, state.weights, mean,
-        server_rate=task.server_learning_rate, beta1=task.server_momentum or 0.9,
-    )  # fmt: skip
+        "momentum" if task.server_momentum else recipe.aggregate,
+        memory,
+        state.weights,
+        mean,
+        server_rate=task.server_learning_rate,
+        beta1=task.server_momentum or 0.9,
+    )
     server.update(memory)
     if recipe.clip.rule == "quantile" and belows:
         rate, goal = recipe.clip.quantile_rate, recipe.clip.quantile
@@ -334,7 +366,9 @@ def merge(task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequ
     return _finish(task, state, now, weights, server, facts)
 
 
-def merge_bits(task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]) -> tuple[np.ndarray, Arrays, dict[str, Any]]:
+def merge_bits(
+    task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]
+) -> tuple[np.ndarray, Arrays, dict[str, Any]]:
     """LDP-FL: average the two-valued reports per weight over the channel that the recipe names; new ranges.
 
     Everything here is post-processing of the reports.
@@ -346,10 +380,19 @@ def merge_bits(task: Task, state: State, now: Round, uploads: Iterator[Upload] |
     if not packed:
         return state.weights, {}, facts
     tally = channel.deliver(
-        task.recipe.channel, np.stack(packed), task.layout.size, derive(task.root, "delays", now.number), loss=task.message_loss
+        task.recipe.channel,
+        np.stack(packed),
+        task.layout.size,
+        derive(task.root, "delays", now.number),
+        loss=task.message_loss,
     )
     average = channel.average(tally, ranges, epsilon, task.layout, state.weights)
-    facts |= {"bytes_up": tally.payload_bytes, "messages": tally.sent, "dropped": tally.dropped, "late": tally.late}
+    facts |= {
+        "bytes_up": tally.payload_bytes,
+        "messages": tally.sent,
+        "dropped": tally.dropped,
+        "late": tally.late,
+    }
     memory: dict[str, np.ndarray] = {}
     if task.recipe.ranges == "adaptive":
         new = ldp.adaptive_ranges(average, task.layout)
@@ -359,19 +402,31 @@ def merge_bits(task: Task, state: State, now: Round, uploads: Iterator[Upload] |
 
 def ranges_of(state: State) -> ldp.Ranges:
     """The public ranges of the coming round."""
-    return ldp.Ranges(tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist()))
+    return ldp.Ranges(
+        tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist())
+    )
 
 
 def _connect(task: Task, state: State, now: Round, kept: list[Upload]) -> tuple[np.ndarray, Any]:
     """Mode connectivity on the (already noised) client models, with the server's public data."""
     if task.public is None:
-        raise UserError("aggregate = connectivity needs public data at the server: set validation = 0.1 or more")
+        raise UserError(
+            "aggregate = connectivity needs public data at the server: set validation = 0.1 or more"
+        )
     models = state.weights + np.stack([upload.update for upload in kept])
     found = connectivity.merge(
-        models, task.module, task.layout, *task.public, derive(task.seed, "connectivity", now.number),
-        connectivity.Search(curve=task.curve), loss=task.loss,
-    )  # fmt: skip
-    paths = [{"level": r.level, "straight": r.straight.tolist(), "trained": r.trained.tolist(), "steps": r.steps} for r in found.paths]
+        models,
+        task.module,
+        task.layout,
+        *task.public,
+        derive(task.seed, "connectivity", now.number),
+        connectivity.Search(curve=task.curve),
+        loss=task.loss,
+    )
+    paths = [
+        {"level": r.level, "straight": r.straight.tolist(), "trained": r.trained.tolist(), "steps": r.steps}
+        for r in found.paths
+    ]
     return found.weights.astype(np.float64) - state.weights, paths
 
 

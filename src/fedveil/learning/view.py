@@ -85,7 +85,9 @@ def _in_memory(
     """Per-example gradients of one batch as the recipe leaves them: raw, clipped, or clipped and noised one by
     one. AdaClip's are seen in its scaled space."""
     weights = torch.as_tensor(state.weights)
-    found = [example_gradient(task.module, task.layout, weights, task.x[r], task.y[r], plan.loss)[1] for r in rows]
+    found = [
+        example_gradient(task.module, task.layout, weights, task.x[r], task.y[r], plan.loss)[1] for r in rows
+    ]
     gradients = torch.stack(found).numpy()
     if plan.clip == "none":
         return gradients, 0.0

@@ -13,7 +13,9 @@ from fedveil.runs.config import load_config
 from fedveil.runs.store import open_run
 
 
-def compare_all(names: Sequence[str], changes: Sequence[str], seeds: int, out: Path, quiet: bool = True) -> list[dict[str, Any]]:
+def compare_all(
+    names: Sequence[str], changes: Sequence[str], seeds: int, out: Path, quiet: bool = True
+) -> list[dict[str, Any]]:
     """One row per name: runs are read where a directory is given, made (or resumed) otherwise."""
     from rich.console import Console
     from rich.progress import track
@@ -24,13 +26,17 @@ def compare_all(names: Sequence[str], changes: Sequence[str], seeds: int, out: P
         if (folder / "run.json").is_file():
             found = open_run(folder).result
             if found is None:
-                raise UserError(f"run {folder} is not finished: `fedveil run … --out {folder} --resume` finishes it")
+                raise UserError(
+                    f"run {folder} is not finished: `fedveil run … --out {folder} --resume` finishes it"
+                )
             jobs.append((name, found, 0))
         else:
             jobs += [(name, None, seed) for seed in range(seeds)]
     results: dict[str, list[dict[str, Any]]] = {}
     console = Console(stderr=True, quiet=quiet)
-    for name, found, seed in track(jobs, "comparing", console=console, disable=quiet or not console.is_terminal):
+    for name, found, seed in track(
+        jobs, "comparing", console=console, disable=quiet or not console.is_terminal
+    ):
         if found is None:
             config = load_config(name, [*changes, f"seed={seed}", "report=false"])
             folder = out / f"{Path(name).stem}-{seed}"
@@ -45,15 +51,19 @@ def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     first = open_run(results[0]["run"])
     steps = first.config.local_steps * sum(m.get("clients", 0) for m in first.metrics) or 1
     return {
-        "name": name, "recipe": results[0]["recipe"], "dataset": results[0]["dataset"], "runs": len(results),
+        "name": name,
+        "recipe": results[0]["recipe"],
+        "dataset": results[0]["dataset"],
+        "runs": len(results),
         "metric": "test_accuracy" if results[0]["test_accuracy"] is not None else "test_rmse",
         "mean": statistics.fmean(values) if values else None,
         "deviation": statistics.stdev(values) if len(values) > 1 else None,
-        "epsilon_nominal": _largest(results, "nominal"), "epsilon_sound": _largest(results, "sound"),
+        "epsilon_nominal": _largest(results, "nominal"),
+        "epsilon_sound": _largest(results, "sound"),
         "observer": first.config.observer,
         "milliseconds_per_local_iteration": 1000 * sum(m["seconds"] for m in first.metrics) / steps,
         "seconds": statistics.fmean(r["seconds"] for r in results),
-    }  # fmt: skip
+    }
 
 
 def _largest(results: list[dict[str, Any]], verdict: str) -> float | None:
@@ -62,7 +72,11 @@ def _largest(results: list[dict[str, Any]], verdict: str) -> float | None:
         found = []
         for result in results:
             observer = open_run(result["run"]).config.observer
-            rows = [r for r in result["ledger"] if (r["observer"], r["unit"], r["verdict"]) == (observer, unit, verdict)]
+            rows = [
+                r
+                for r in result["ledger"]
+                if (r["observer"], r["unit"], r["verdict"]) == (observer, unit, verdict)
+            ]
             found += [r["epsilon"] for r in rows if r["epsilon"] is not None]
         if found:
             return max(found)
@@ -83,9 +97,14 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.4f}"
         table.add_row(
-            row["name"], row["dataset"], number(row["mean"], 4) + spread, number(row["epsilon_nominal"]),
-            number(row["epsilon_sound"]), number(row["milliseconds_per_local_iteration"]), number(row["seconds"], 1),
-        )  # fmt: skip
+            row["name"],
+            row["dataset"],
+            number(row["mean"], 4) + spread,
+            number(row["epsilon_nominal"]),
+            number(row["epsilon_sound"]),
+            number(row["milliseconds_per_local_iteration"]),
+            number(row["seconds"], 1),
+        )
     return table
 
 
@@ -104,12 +123,31 @@ def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
     for row in (r for r in rows if r["mean"] is not None):
         sound = row["epsilon_sound"]
         axes.errorbar(
-            sound or edge, row["mean"], yerr=row["deviation"] or 0, fmt="o", capsize=3, color="tab:green" if sound else "tab:red",
+            sound or edge,
+            row["mean"],
+            yerr=row["deviation"] or 0,
+            fmt="o",
+            capsize=3,
+            color="tab:green" if sound else "tab:red",
             markerfacecolor="tab:green" if sound else "none",
-        )  # fmt: skip
-        axes.annotate(row["name"], (sound or edge, row["mean"]), textcoords="offset points", xytext=(6, 4), fontsize=8)
+        )
+        axes.annotate(
+            row["name"], (sound or edge, row["mean"]), textcoords="offset points", xytext=(6, 4), fontsize=8
+        )
     axes.axvline(edge, color="tab:red", lw=0.6, ls=":")
-    axes.annotate("no sound promise", (edge, axes.get_ylim()[0]), rotation=90, fontsize=7, va="bottom", ha="right", color="tab:red")
-    axes.set(xscale="log", xlabel=f"sound ε for the {rows[0]['observer']}", ylabel=rows[0]["metric"].replace("_", " "))
+    axes.annotate(
+        "no sound promise",
+        (edge, axes.get_ylim()[0]),
+        rotation=90,
+        fontsize=7,
+        va="bottom",
+        ha="right",
+        color="tab:red",
+    )
+    axes.set(
+        xscale="log",
+        xlabel=f"sound ε for the {rows[0]['observer']}",
+        ylabel=rows[0]["metric"].replace("_", " "),
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)

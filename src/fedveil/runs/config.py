@@ -29,11 +29,15 @@ class RunConfig(BaseModel):
     recipe: str = Field(description="a recipe of `fedveil recipes`")
     protect: dict[str, Any] = Field(default_factory=dict, description="changed parts of the recipe")
 
-    dataset: str = Field("cancer", description="a name of `fedveil data list`, a .npz or .csv file, or module:function")
+    dataset: str = Field(
+        "cancer", description="a name of `fedveil data list`, a .npz or .csv file, or module:function"
+    )
     data: str | None = Field(None, description="folder of the datasets (else FEDVEIL_DATA)")
     target: str | None = Field(None, description="target column of a .csv file")
     features: str | None = Field(None, description="fixed features in front of the model, e.g. scattering")
-    validation: float = Field(0.0, ge=0, lt=1, description="share of the training rows set aside as public validation")
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of the training rows set aside as public validation"
+    )
     limit: int | None = Field(None, ge=1, description="use only so many training rows")
     split_seed: int = Field(0, description="seed of the train/test split where the dataset has none")
 
@@ -46,14 +50,18 @@ class RunConfig(BaseModel):
     local_steps: int = Field(100, ge=1)
     batch_size: float = Field(5, gt=0, description="expected batch per client and step")
     learning_rate: float = Field(0.05, gt=0)
-    learning_rate_end: float | None = Field(None, gt=0, description="linear decay to this value at the last round")
+    learning_rate_end: float | None = Field(
+        None, gt=0, description="linear decay to this value at the last round"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="in local training")
     model: str = Field("auto", description="a model name, module:function, or auto")
     model_options: dict[str, Any] = Field(default_factory=dict)
 
     server_learning_rate: float = Field(1.0, gt=0)
     server_momentum: float = Field(0.0, ge=0, lt=1)
-    average: float = Field(0.0, ge=0, lt=1, description="share of the last rounds whose models are averaged for use")
+    average: float = Field(
+        0.0, ge=0, lt=1, description="share of the last rounds whose models are averaged for use"
+    )
     curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
     message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
 
@@ -62,10 +70,18 @@ class RunConfig(BaseModel):
     observer: Observer = Field("server", description="whose epsilon is shown, targeted and calibrated")
     calibrate: bool = Field(False, description="choose sigma so that target_epsilon is met at the last round")
     target_epsilon: float | None = Field(None, gt=0, description="stop before this epsilon is exceeded")
-    target_accuracy: float | None = Field(None, gt=0, le=1, description="stop at this accuracy on the validation set")
-    fixed_variance: float | None = Field(None, gt=0, description="noise deviation held constant: sigma = this / bound")
-    client_epsilons: list[float] | None = Field(None, description="own budget of each client (repeated in turn)")
-    client_mechanisms: list[str] | None = Field(None, description="own mechanism of each client (repeated in turn)")
+    target_accuracy: float | None = Field(
+        None, gt=0, le=1, description="stop at this accuracy on the validation set"
+    )
+    fixed_variance: float | None = Field(
+        None, gt=0, description="noise deviation held constant: sigma = this / bound"
+    )
+    client_epsilons: list[float] | None = Field(
+        None, description="own budget of each client (repeated in turn)"
+    )
+    client_mechanisms: list[str] | None = Field(
+        None, description="own mechanism of each client (repeated in turn)"
+    )
     minimum_clients: int = Field(1, ge=1, description="stop when fewer clients have budget left")
     allow_large_delta: bool = False
     tuning: str = Field("none stated", description="how hyper-parameters were chosen, and what that cost")
@@ -101,7 +117,13 @@ DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
     "lfw": {"clients": 10, "partition": "iid", "rounds": 60, "batch_size": 3},
     "adult": {"clients": 100, "cohort_size": 10, "partition": "iid", "rounds": 10, "batch_size": 3},
     "location30": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 10},
-    "medical_mnist": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 5, "learning_rate": 0.01},
+    "medical_mnist": {
+        "clients": 10,
+        "partition": "iid",
+        "rounds": 50,
+        "batch_size": 5,
+        "learning_rate": 0.01,
+    },
     "utkface": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 5, "learning_rate": 0.01},
     "wind": {"clients": 7, "partition": "groups", "rounds": 50, "batch_size": 16, "learning_rate": 0.01},
 }
@@ -158,7 +180,9 @@ def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, wher
     known = catalogue().get(ALIASES.get(recipe_name, recipe_name))
     if known is not None and known.family == "central":
         base.update(CENTRAL_DEFAULTS)
-        base["batch_size"] = 0.01 * 60000 if dataset in ("mnist", "fashion_mnist") else base.get("batch_size", 5)
+        base["batch_size"] = (
+            0.01 * 60000 if dataset in ("mnist", "fashion_mnist") else base.get("batch_size", 5)
+        )
     if known is not None and known.where == "sum":
         base["local_steps"] = 1
     if "clients" in merged and "cohort_size" not in merged:
@@ -187,7 +211,9 @@ def _cross_check(config: RunConfig) -> None:
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
     if recipe.aggregate == "connectivity" and config.validation <= 0:
-        raise UserError("aggregate = connectivity trains on public data at the server: set validation = 0.1 or more")
+        raise UserError(
+            "aggregate = connectivity trains on public data at the server: set validation = 0.1 or more"
+        )
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -216,7 +242,7 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         head, _, tail = key.partition(".")
         if head in ("partition_options", "model_options") and tail:
             out.setdefault(head, {})[tail] = value
-        elif head == "recipe" and tail or head == "protect" and tail:
+        elif (head == "recipe" and tail) or (head == "protect" and tail):
             out.setdefault("protect", {})[tail] = value
         elif key == "protect":
             out.setdefault("protect", {}).update(value)
@@ -226,7 +252,9 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             out.setdefault("protect", {})[key] = value
         else:
             prefix = f"{where}: " if where else ""
-            raise UserError(f"{prefix}unknown key '{key}'.{did_you_mean(key, [*own, *parts, 'clip.bound', 'clip.kind'])}")
+            raise UserError(
+                f"{prefix}unknown key '{key}'.{did_you_mean(key, [*own, *parts, 'clip.bound', 'clip.kind'])}"
+            )
     return out
 
 

@@ -37,8 +37,10 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as wrong:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"cannot write {path}: {wrong.strerror}. Free space or choose another --out; the last "
-                        "checkpoint is intact and --resume continues from it") from wrong  # fmt: skip
+        raise UserError(
+            f"cannot write {path}: {wrong.strerror}. Free space or choose another --out; the last "
+            "checkpoint is intact and --resume continues from it"
+        ) from wrong
     _sync_folder(path.parent)
 
 
@@ -106,7 +108,10 @@ def save_checkpoint(folder: Path, state: State) -> None:
     stem = folder / f"round-{state.round:06d}"
     blob = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
     write_atomic(stem.with_suffix(".safetensors"), blob)
-    write_atomic(stem.with_suffix(".json"), json.dumps({"round": state.round, "bytes": len(blob), "scalars": scalars}).encode())
+    write_atomic(
+        stem.with_suffix(".json"),
+        json.dumps({"round": state.round, "bytes": len(blob), "scalars": scalars}).encode(),
+    )
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -175,7 +180,9 @@ class Run:
             raise UserError(f"{self.path} has no checkpoint yet")
         wanted = known[-1] if round_number is None else round_number
         if wanted not in known:
-            raise UserError(f"{self.path} has no checkpoint of round {wanted}; there are {', '.join(map(str, known))}")
+            raise UserError(
+                f"{self.path} has no checkpoint of round {wanted}; there are {', '.join(map(str, known))}"
+            )
         return load_checkpoint(self.path / "checkpoints", wanted)
 
 
