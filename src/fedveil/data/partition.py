@@ -205,8 +205,8 @@ def _overlap(
 
     One deal sorts the rows by label, freshly shuffled within each label, cuts them into shards and
     gives each of n / examples_per_client clients `shards_per_client` of them at random. With 50,000 rows and
-    500 examples, one deal serves 100 clients, so N clients need N/100 deals, and each row is held by at most that
-    many clients.
+    500 examples, one deal serves 100 clients, so N clients need N/100 deals, and each row is held by at most
+    that many clients.
     """
     if dataset.classes is None:
         raise UserError("partition overlap needs classes; use iid with examples_per_client for regression.")

@@ -1,0 +1,180 @@
+"""`fedveil data`: list the datasets, fetch one, look at one and at how it would be dealt out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fedveil.errors import UserError
+
+_DATA = typer.Option(None, "--data", help="Folder with data files (default: FEDVEIL_DATA).")
+_JSON = typer.Option(False, "--json", help="Print one JSON document.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group to the application."""
+    group = typer.Typer(no_args_is_help=True, help="List, fetch and look at datasets and partitions.")
+    group.command("list")(list_datasets)
+    group.command("get")(get_dataset)
+    group.command("show")(show_dataset)
+    app.add_typer(group, name="data")
+
+
+def list_datasets(data: Path | None = _DATA, as_json: bool = _JSON) -> None:
+    """List the built-in datasets: whether they are at hand, size, task, source, licence.
+
+    Example:  fedveil data list --data ~/data
+    """
+    from fedveil.data.datasets import available
+    from fedveil.data.sources import CATALOGUE
+
+    rows = [
+        {
+            "name": name,
+            "available": available(name, data),
+            "size": source.size,
+            "task": source.task,
+            "source": source.origin,
+            "licence": source.licence,
+            "files": list(source.files),
+            "fetchable": bool(source.fetch),
+        }
+        for name, source in CATALOGUE.items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        state = "yes" if row["available"] else ("get" if row["fetchable"] else "no")
+        print(f"{row['name']:<15}{state:<5}{row['task']:<16}{row['size']}")
+        print(f"{'':<20}{row['source']}. Licence: {row['licence']}")
+    print(
+        "\nyes: at hand; get: `fedveil data get NAME --data DIR` fetches it; no: docs/data.md has the format."
+    )
+
+
+def get_dataset(name: str, data: Path | None = _DATA, as_json: bool = _JSON) -> None:
+    """Fetch a dataset (mnist, fashion_mnist, cifar10, adult, lfw) into the data folder, and check it.
+
+    Example:  fedveil data get mnist --data ~/data
+    """
+    import os
+
+    from fedveil.data.datasets import data_root
+    from fedveil.data.fetch import fetch
+    from fedveil.data.sources import CATALOGUE
+
+    embedded = name in CATALOGUE and not CATALOGUE[name].files
+    if embedded:
+        folder = Path()
+    elif data is not None or os.environ.get("FEDVEIL_DATA"):
+        folder = Path(data or os.environ["FEDVEIL_DATA"]).expanduser()
+    else:
+        folder = data_root(None)  # raises, and says what to do
+    written = fetch(name, folder)
+    said = "is built in" if embedded else ("was fetched" if written else "is there already")
+    if as_json:
+        print(json.dumps({"name": name, "state": said, "files": [str(path) for path in written]}))
+    else:
+        print(f"{name} {said}{': ' if written else '.'}{', '.join(map(str, written))}")
+
+
+def show_dataset(
+    name: str = typer.Argument(
+        ..., help="A dataset's name, a .npz or .csv file, or package.module:function."
+    ),
+    data: Path | None = _DATA,
+    target: str | None = typer.Option(None, help="The column to predict (.csv)."),
+    partition: str | None = typer.Option(
+        None, help="shards, iid, dirichlet, groups, sizes, copies or overlap: how it would be dealt out."
+    ),
+    clients: int | None = typer.Option(None, help="Number of clients."),
+    seed: int = typer.Option(0, help="Seed of split and partition."),
+    validation: float = typer.Option(0.0, help="Fraction of the training rows to hold out as public."),
+    setting: list[str] = typer.Option(
+        [],
+        "--set",
+        help="Further options as key=value: of the partition (alpha=0.1) or of the dataset (split=original).",
+    ),
+    plot: Path | None = typer.Option(None, help="Draw the partition into this file (.png, .svg, .pdf)."),
+    as_json: bool = _JSON,
+) -> None:
+    """Show a dataset, and how a partition would deal it out. Label counts are private: for the owner's eyes.
+
+    Examples:
+
+      fedveil data show cancer
+
+      fedveil data show mnist --partition shards --clients 100 --plot out.png
+
+      fedveil data show patients.csv --target outcome --partition dirichlet --clients 20 --set alpha=0.1
+    """
+    import inspect
+
+    import numpy as np
+
+    from fedveil.data import partition as parts
+    from fedveil.data.datasets import load
+    from fedveil.models.nets import default_model
+
+    options = dict(_setting(text) for text in setting)
+    kind = partition or ("shards" if plot or clients else None)
+    of_partition: set[str] = {"min_size", "min_classes"} if kind else set()
+    if kind in parts.KINDS:
+        of_partition |= set(list(inspect.signature(parts.KINDS[str(kind)]).parameters)[3:])
+    dealt = {key: value for key, value in options.items() if key in of_partition}
+    rest = {key: value for key, value in options.items() if key not in of_partition}
+    dataset = load(name, root=data, seed=seed, validation=validation, target=target, **rest)
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "task": dataset.task,
+        "train": len(dataset),
+        "validation": 0 if dataset.x_validation is None else len(dataset.x_validation),
+        "test": len(dataset.x_test),
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "default_model": default_model(dataset),
+        "notes": list(dataset.notes),
+    }
+    if kind:
+        made = parts.partition(dataset, kind, clients, seed, **dealt)
+        sizes = np.array([made.size(i) for i in range(min(made.clients, 100_000))])
+        facts["partition"] = {
+            "kind": made.kind,
+            "clients": made.clients,
+            "copies": made.copies,
+            "smallest": int(sizes.min()),
+            "median": float(np.median(sizes)),
+            "largest": int(sizes.max()),
+            "note": made.note,
+        }
+        if plot:
+            from fedveil.data.plot import plot_partition
+
+            facts["plot"] = str(plot_partition(dataset, made, plot))
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        if key == "partition":
+            print("partition")
+            for word, number in value.items():
+                print(f"  {word:<14}{number}")
+        elif key == "notes":
+            print("\n".join(f"{'note':<16}{note}" for note in value))
+        else:
+            print(f"{key:<16}{value}")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """key=value; the value is read as JSON where it is JSON, else as text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise UserError(f"--set {text}: give key=value, for example --set alpha=0.1.")
+    try:
+        return key.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return key.strip(), value
