@@ -17,7 +17,8 @@ def naive_ssim(a, b, data_range, side):
                 q = b[channel, i : i + side, j : j + side].ravel()
                 cov = np.cov(p, q, ddof=1)
                 values.append(
-                    (2 * p.mean() * q.mean() + c1) * (2 * cov[0, 1] + c2)
+                    (2 * p.mean() * q.mean() + c1)
+                    * (2 * cov[0, 1] + c2)
                     / ((p.mean() ** 2 + q.mean() ** 2 + c1) * (cov[0, 0] + cov[1, 1] + c2))
                 )
     return np.mean(values)

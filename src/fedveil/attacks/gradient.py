@@ -7,7 +7,8 @@ Five attacks share one objective machine; victims (and restarts) are rows of one
     cpl      label inferred; start = a random tile of half the side, repeated; squared distance, L-BFGS
     gradinv  label inferred; cosine distance, total variation, Adam on the sign, clamped to the pixel range
     veil     ours: pixels live in their box, layers are balanced (or weighted by the noise the recipe adds);
-             L-BFGS from a dim tile, and for victims it did not solve boxed cosine Adam followed by L-BFGS
+             L-BFGS from a tile about as bright as public images; for victims it did not solve, boxed cosine
+             Adam followed by L-BFGS
 
 The image kept is the one with the lowest matching loss; the truth is never consulted. A victim for which no
 finite loss was found is *failed*, which says nothing about a defence.
@@ -36,7 +37,7 @@ Distance = Literal["squared", "balanced", "cosine"]
 Watch = Callable[[Tensor, Tensor, Tensor], None]
 """(victims, images, iteration of each): measurement only"""
 
-SOLVED = 1e-6  # matching loss relative to the leak's own size below which a victim counts as solved
+SOLVED = 3e-6  # matching loss relative to the leak's own size below which a victim counts as solved
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 
@@ -67,6 +68,7 @@ class _Problem:
     classes: int
     box: tuple[float, float]
     smoothing: float = 0.0
+    brightness: float = 0.5  # of public images, as a share of the box
 
     @property
     def n(self) -> int:
@@ -108,10 +110,8 @@ class _Problem:
                 some = points[at : at + width].detach().requires_grad_()
                 images, logits = images_of(some)
                 part = rows[at : at + width]
-                if logits is None:
-                    soft = self.soft(part)
-                else:
-                    soft = softmax(logits.view(-1, self.n, self.classes), -1)
+                guessed = None if logits is None else softmax(logits.view(-1, self.n, self.classes), -1)
+                soft = self.soft(part) if guessed is None else guessed
                 value = self.loss(images, soft, part, distance)
                 gradients.append(torch.autograd.grad(value.sum(), some)[0])
                 values.append(value.detach())
@@ -163,7 +163,11 @@ def attack(
     values = torch.where(healthy[:, None], values, 0.0)
     victims = len(values)
 
-    public = _tiles(rng, 8, 1, shape, pixel_range)[:, 0] if public is None else public
+    if public is None:  # grey digits are mostly dark, photographs are not
+        brightness = 0.2 if shape[0] == 1 else 0.5
+        public = _tiles(rng, 8, 1, shape, pixel_range)[:, 0]
+    else:
+        brightness = float((public.mean() - pixel_range[0]) / (pixel_range[1] - pixel_range[0]))
     clean = replace(leak, values=torch.where(healthy[:, None], leak.values.to(weights.dtype), 0.0))
     labels = infer_labels(module, weights, clean, public, n, classes)
     weight, scale = _weights(seen, values, balanced=method == "veil")
@@ -177,6 +181,7 @@ def attack(
         classes,
         pixel_range,
         smoothing=1e-4 if method == "gradinv" else 0.0,
+        brightness=brightness,
     )
 
     best = torch.full((victims, n, *shape), sum(pixel_range) / 2, dtype=weights.dtype)
@@ -241,7 +246,8 @@ def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator,
 
 
 def _veil_fast(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
-    dim = _tiles(rng, len(rows), problem.n, problem.shape, (0.05, 0.35)).flatten(1)
+    low = min(max(problem.brightness - 0.15, 0.05), 0.65)
+    dim = _tiles(rng, len(rows), problem.n, problem.shape, (low, low + 0.3)).flatten(1)
     return _descend(problem, rows, torch.logit(dim), budget // 2, "balanced", "box", watch)
 
 
@@ -282,13 +288,11 @@ def _descend(
             if watch is not None:
                 watch(which + at, objective.images_of(points)[0], iteration)  # type: ignore[attr-defined]
 
+        def of_some(points: Tensor, which: Tensor, some: Tensor = some) -> tuple[Tensor, Tensor]:
+            return objective(points, some[which])
+
         settings = Settings(iterations=budget, memory=memory, tolerance=SOLVED if form == "box" else 1e-10)
-        found = minimise(
-            lambda p, r, some=some: objective(p, some[r]),
-            start[at : at + group],
-            settings,
-            watch=told if watch is not None else None,
-        )
+        found = minimise(of_some, start[at : at + group], settings, watch=told if watch is not None else None)
         pictures, logits = objective.images_of(found.point)  # type: ignore[attr-defined]
         images.append(pictures)
         losses.append(found.value)

@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+from scipy.stats import binom, norm
+
+from fedveil.attacks import audit
+from fedveil.attacks.audit import Scores
+from fedveil.errors import UserError
+
+
+def quantiles(n, shift=0.0):
+    """n scores spread exactly like a normal distribution."""
+    return norm.ppf((np.arange(n) + 0.5) / n) + shift
+
+
+@pytest.mark.parametrize(
+    ("correct", "level", "expected"), [(100, 0.05, 3.4792), (100, 0.01, 3.0232), (60, 0.05, 0.0507)]
+)
+def test_one_run_bound_of_a_known_count(correct, level, expected):
+    assert audit.one_run_epsilon(500, 100, correct, 1e-5, level) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(("canaries", "expected"), [(100, 3.49), (1000, 5.78), (5000, 7.28)])
+def test_ceiling_of_the_sample_size(canaries, expected):
+    assert audit.ceiling(canaries, 1e-5) == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("shift", "fdp", "expected"),
+    [(1, False, 1.13346), (2, False, 2.311945), (4, False, 4.395568),
+     (1, True, 2.164749), (2, True, 4.7218075), (4, True, 9.133752)],
+)  # fmt: skip
+def test_one_run_bounds_on_normal_quantiles(shift, fdp, expected):
+    scores = Scores(quantiles(10_000, shift), quantiles(10_000))
+    found = audit.lower_bound(scores, audit.one_run_bound(1e-6, fdp), 0.05, "bonferroni")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mu", [1.0, 2.0])
+def test_gaussian_route_is_within_five_percent_and_below(mu):
+    rng = np.random.default_rng(7)
+    scores = Scores(rng.normal(mu, 1, 500_000), rng.normal(0, 1, 500_000))
+    exact = audit.gaussian_epsilon(mu, 1e-5)
+    found = audit.lower_bound(scores, audit.gaussian_bound(1e-5), 0.05, "fixed", threshold=mu / 2)
+    assert 0.95 * exact < found < exact
+
+
+def test_gaussian_curve_agrees_with_the_accounting_library():
+    dp_accounting = pytest.importorskip("dp_accounting")
+    for mu in (0.3, 1.0, 3.0):
+        expected = dp_accounting.get_epsilon_gaussian(1 / mu, 1e-5)
+        assert audit.gaussian_epsilon(mu, 1e-5) == pytest.approx(expected, rel=1e-6)
+        assert audit.gaussian_mu(expected, 1e-5) == pytest.approx(mu, rel=1e-6)
+
+
+def test_p_value_agrees_with_the_sum_written_out():
+    for epsilon, delta, correct in ((0.5, 1e-3, 70), (1.0, 1e-2, 80), (0.0, 0.0, 55)):
+        rate, worst, total = 1 / (1 + np.exp(-epsilon)), 0.0, 0.0
+        for i in range(1, correct + 1):
+            total += binom.pmf(correct - i, 100, rate)
+            worst = max(worst, total / i)
+        expected = min(1, binom.sf(correct - 1, 100, rate) + 2 * 200 * delta * worst)
+        assert audit.one_run_p_value(200, 100, correct, epsilon, delta) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 50), (7, 50), (49, 50), (50, 50)])
+def test_upper_rate_is_exact(hits, trials):
+    rate = float(audit.upper_rate(hits, trials, 0.03))
+    assert rate == 1.0 if hits == trials else binom.cdf(hits, trials, rate) == pytest.approx(0.03)
+
+
+def test_frontier_keeps_the_best_points_only():
+    scores = Scores(np.array([0.5, 1.5, 2.5, 3.5]), np.array([0.0, 1.0, 2.0, 3.0]))
+    np.testing.assert_array_equal(audit.frontier(scores), [0.0, 0.5, 3.5, np.inf])
+
+
+def test_bounds_rarely_exceed_the_truth():
+    """Each bound at 95%: 60 repetitions, more than 9 violations have probability < 0.2% for an honest bound."""
+    rng = np.random.default_rng(11)
+    exact = audit.gaussian_epsilon(1.0, 1e-2)
+    tests = {
+        "cp": (audit.clopper_pearson_bound(1e-2), "split"),
+        "gaussian": (audit.gaussian_bound(1e-2), "fixed"),
+        "one_run": (audit.one_run_bound(1e-2), "fixed"),
+        "fdp": (audit.one_run_bound(1e-2, True), "fixed"),
+    }
+    wrong = dict.fromkeys(tests, 0)
+    for _ in range(60):
+        scores = Scores(rng.normal(1, 1, 200), rng.normal(0, 1, 200))
+        for name, (bound, strategy) in tests.items():
+            wrong[name] += audit.lower_bound(scores, bound, 0.05, strategy, threshold=0.5) > exact
+    assert max(wrong.values()) <= 9, wrong
+
+
+def curve(mu):
+    return lambda epsilon: audit.gaussian_delta(epsilon, mu)
+
+
+def verdict(true_mu, promised_mu, canaries=400, seed=0, **more):
+    rng = np.random.default_rng(seed)
+    scores = Scores(rng.normal(true_mu, 1, canaries // 2), rng.normal(0, 1, canaries // 2))
+    return audit.judge(
+        scores, epsilon_promised=audit.gaussian_epsilon(promised_mu, 1e-5), delta=1e-5, threshold=promised_mu / 2,
+        curve=curve(promised_mu), independent=True, **more,
+    )  # fmt: skip
+
+
+def test_half_the_noise_is_called_broken_and_the_right_noise_is_not():
+    """At 400 canaries and mu = 1: power 1 - 1e-6 against half noise; false alarms at most 5% by construction,
+    in 40 runs more than 6 have probability < 1%."""
+    assert all(verdict(2.0, 1.0, seed=s).verdict == "promise broken" for s in range(40))
+    assert sum(verdict(1.0, 1.0, seed=s).verdict == "promise broken" for s in range(40)) <= 6
+    assert verdict(1.0, 1.0, seed=1).verdict == "promise holds"
+
+
+def test_few_canaries_are_not_enough_evidence():
+    assert verdict(0.05, 0.05, canaries=20).verdict == "not enough evidence"
+
+
+def test_only_a_sound_promise_gives_exit_code_one():
+    assert verdict(3.0, 1.0).exit_code == 1
+    broken = verdict(3.0, 1.0, status="nominal")
+    assert broken.verdict == "promise broken" and broken.exit_code == 0
+
+
+def test_a_diverged_audit_is_an_error_not_a_pass():
+    with pytest.raises(UserError, match="not finite"):
+        Scores(np.array([np.nan, 1.0]), np.array([0.0]))
+
+
+def test_fixed_strategy_needs_a_threshold():
+    with pytest.raises(UserError, match="threshold"):
+        audit.lower_bound(Scores(np.ones(3), np.zeros(3)), audit.gaussian_bound(1e-5), strategy="fixed")
