@@ -27,9 +27,13 @@ def true_ones(packed: np.ndarray, size: int) -> np.ndarray:
     return np.unpackbits(packed, axis=1, count=size).sum(axis=0)
 
 
-def whole_view(packed: np.ndarray, size: int, timing: Timing, at_once: int = channel.AT_ONCE, loss: float = 0.0):
+def whole_view(
+    packed: np.ndarray, size: int, timing: Timing, at_once: int = channel.AT_ONCE, loss: float = 0.0
+):
     views = list(channel.arrivals(packed, size, KEY, timing, at_once=at_once, with_senders=True, loss=loss))
-    return tuple(np.concatenate([getattr(v, name) for v in views]) for name in ("times", "ids", "bits", "senders"))
+    return tuple(
+        np.concatenate([getattr(v, name) for v in views]) for name in ("times", "ids", "bits", "senders")
+    )
 
 
 @pytest.mark.parametrize("kind", channel.CHANNELS)
@@ -122,7 +126,11 @@ def test_counted_bytes_are_the_length_of_what_is_packed() -> None:
     size, clients = 1000, 3
     packed = random_reports(clients, size)
     one = channel.pack_messages(np.arange(size), np.zeros(size), size)
-    assert channel.deliver("shuffle-parameters", packed, size, KEY).payload_bytes == clients * len(one) == 3 * 1375
+    assert (
+        channel.deliver("shuffle-parameters", packed, size, KEY).payload_bytes
+        == clients * len(one)
+        == 3 * 1375
+    )
     assert channel.deliver("none", packed, size, KEY).payload_bytes == packed.nbytes == 3 * 125
 
 
@@ -130,7 +138,7 @@ def test_counted_bytes_are_the_length_of_what_is_packed() -> None:
 
 
 def link_by_time(times: np.ndarray, senders: np.ndarray, clients: int) -> float:
-    """Share of messages a server names right with the best per-time-slot guess, trained on every second one."""
+    """Share of messages a server names right by the best guess per time slot, trained on every second one."""
     slots = np.minimum(((times - times.min()) / np.ptp(times) * 40).astype(int), 39)
     seen, asked = slice(0, None, 2), slice(1, None, 2)
     counts = np.zeros((40, clients))
@@ -154,7 +162,7 @@ def test_the_server_cannot_link_shuffled_parameters_by_order_or_time() -> None:
     assert link_by_order(senders) == pytest.approx(1 / CLIENTS, abs=0.0095)
     # Time: 16000 guesses, standard error 0.0026; the trained guess may only be chance; 5 standard errors.
     assert link_by_time(times, senders, CLIENTS) == pytest.approx(1 / CLIENTS, abs=0.0135)
-    # Rank of a client among the reports of one id: uniform, so the mean rank of each client is the middle one.
+    # Rank of a client among the reports of one id: uniform, so each mean rank is the middle one.
     order = np.lexsort((times, ids))
     by_id = senders[order].reshape(SIZE, CLIENTS)
     ranks = np.array([np.nonzero(by_id == c)[1].mean() for c in range(CLIENTS)])
@@ -172,7 +180,9 @@ def test_the_same_linking_succeeds_where_it_should() -> None:
 
 def test_all_messages_have_one_size() -> None:
     ids = np.array([0, 1, SIZE - 1])
-    assert {len(channel.pack_messages(ids[i : i + 1], np.array([b]), SIZE)) for i in range(3) for b in (0, 1)} == {2}
+    assert {
+        len(channel.pack_messages(ids[i : i + 1], np.array([b]), SIZE)) for i in range(3) for b in (0, 1)
+    } == {2}
 
 
 def test_model_shuffling_delivers_in_an_order_that_depends_on_the_key_only() -> None:

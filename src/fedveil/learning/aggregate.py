@@ -53,7 +53,7 @@ def aggregate(
     mean, fedprox   start + server_rate * mean(updates). FedProx differs on the client only
     (`LocalPlan.proximal`). momentum        v = beta1 * v + mean(updates);  start + server_rate * v adam
     the mean as pseudo-gradient in Adam without bias correction, `floor` added to the root scaffold
-    needs `clients`, `population`, `steps`, `learning_rate` (see `scaffold_controls`) fedmed          needs
+    needs `clients`, `population`, `steps`, `learning_rate` (see `scaffold_states`) fedmed          needs
     `layout` (see `fedmed_mean`); adaptive=False falls back to the mean for this round
 
     weights: one per row, any scale; None is equal. A row of weight 0 is left out (and its control variate
@@ -69,11 +69,8 @@ def aggregate(
     elif kind == "scaffold":
         if clients is None or population is None or steps is None or learning_rate is None:
             raise ValueError("scaffold needs clients, population, steps and learning_rate")
-        _need_two_passes(kind, updates)
-        own = {c: state[f"control/{c}"] for c in clients if f"control/{c}" in state}
-        control, fresh = scaffold_controls(
-            state.get("control"),
-            own,
+        direction, state = scaffold_states(
+            state,
             updates,
             clients,
             population=population,
@@ -81,8 +78,6 @@ def aggregate(
             learning_rate=learning_rate,
             weights=weights,
         )
-        state = {**state, "control": control, **{f"control/{c}": v for c, v in fresh.items()}}
-        direction = mean(updates, weights)
     else:
         direction = mean(updates, weights)
     return step(kind, state, start, direction, server_rate=server_rate, beta1=beta1, beta2=beta2, floor=floor)
@@ -197,6 +192,34 @@ def scaffold_controls(
     if not fresh:
         raise ValueError("no updates to aggregate")
     return (server + change / population).astype(np.float32), fresh
+
+
+def scaffold_states(
+    state: State,
+    updates: Updates,
+    clients: Sequence[int],
+    *,
+    population: int,
+    steps: int,
+    learning_rate: float,
+    weights: Sequence[float] | np.ndarray | None = None,
+) -> tuple[np.ndarray, State]:
+    """(mean update, new state): `scaffold_controls` with the variates kept in the state under "control" and
+    "control/<client>". Two passes over the updates: give an array or a list of chunks, not a generator."""
+    _need_two_passes("scaffold", updates)
+    own = {c: state[f"control/{c}"] for c in clients if f"control/{c}" in state}
+    control, fresh = scaffold_controls(
+        state.get("control"),
+        own,
+        updates,
+        clients,
+        population=population,
+        steps=steps,
+        learning_rate=learning_rate,
+        weights=weights,
+    )
+    stored = {f"control/{c}": variate for c, variate in fresh.items()}
+    return mean(updates, weights), {**state, **stored, "control": control}
 
 
 # --- FedMed ---

@@ -187,10 +187,8 @@ def _window(
     """One client's messages with delay in [low, low + width) ticks, as words (ticks after low, id, bit)."""
     delay = _words32(keys.derive(key, "delay", client), size)
     first, last = max(low, 0), min(low + width, TICKS)
-    if last - first == TICKS:
-        ids = np.arange(size)
-    else:  # unsigned wrap-around: one comparison for both ends
-        ids = np.flatnonzero((delay - np.uint32(first)) < np.uint32(last - first))
+    # Unsigned wrap-around: one comparison for both ends. (The last tick is inclusive: TICKS has no uint32.)
+    ids = np.flatnonzero((delay - np.uint32(first)) <= np.uint32(last - first - 1))
     if loss > 0:
         fate = _words32(keys.derive(key, "loss", client), size)[ids]
         ids = ids[fate >= np.float64(loss) * TICKS]
@@ -280,7 +278,7 @@ def average(
 ) -> np.ndarray:
     """The server's average per weight over the reports that arrived (float32); a weight of which no report
     arrived keeps its previous value. Unbiased for the mean of the clipped weights of those reports."""
-    centre, radius = ldp._per_weight(ranges, layout)
+    centre, radius = ldp.per_weight(ranges, layout)
     share = tally.ones / np.maximum(1, tally.arrived)
     mean = centre + radius * ldp.amplitude(epsilon) * (2.0 * share - 1.0)
     return np.where(tally.arrived > 0, mean, np.asarray(previous, dtype=np.float64)).astype(np.float32)

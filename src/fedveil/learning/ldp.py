@@ -144,7 +144,7 @@ def least_chance(epsilon: float) -> int:
 
 def thresholds(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout) -> np.ndarray:
     """P(bit = 1) of each weight in whole units of 1/GRAIN (uint64)."""
-    centre, radius = _per_weight(ranges, layout)
+    centre, radius = per_weight(ranges, layout)
     w = np.asarray(weights, dtype=np.float64)
     if w.shape != (layout.size,):
         raise UserError(f"weights have shape {w.shape}, the layout has {layout.size} parameters.")
@@ -175,20 +175,20 @@ def encode(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout, 
 
 def decode(packed: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout) -> np.ndarray:
     """The reported values c + rK or c - rK as float64 [P]; unbiased for the clipped weights."""
-    centre, radius = _per_weight(ranges, layout)
+    centre, radius = per_weight(ranges, layout)
     bits = np.unpackbits(np.asarray(packed, dtype=np.uint8), count=layout.size)
     return centre + radius * amplitude(epsilon) * (2.0 * bits - 1.0)
 
 
 def clip(weights: np.ndarray, ranges: Ranges, layout: Layout) -> np.ndarray:
     """Weights clipped into their layer's range (float64), the value that a report is unbiased for."""
-    centre, radius = _per_weight(ranges, layout)
+    centre, radius = per_weight(ranges, layout)
     return np.clip(np.asarray(weights, dtype=np.float64), centre - radius, centre + radius)
 
 
 def variance(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout) -> np.ndarray:
     """Variance of each report: r^2 K^2 - (w - c)^2 (w clipped). Between r^2 (K^2 - 1) and r^2 K^2."""
-    centre, radius = _per_weight(ranges, layout)
+    centre, radius = per_weight(ranges, layout)
     return (radius * amplitude(epsilon)) ** 2 - (clip(weights, ranges, layout) - centre) ** 2
 
 
@@ -196,7 +196,7 @@ def average_variance(
     average: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout, arrived: np.ndarray | int
 ) -> np.ndarray:
     """Upper estimate, from public numbers only, of the noise variance in the server's average per weight."""
-    centre, radius = _per_weight(ranges, layout)
+    centre, radius = per_weight(ranges, layout)
     inside = np.minimum(np.abs(np.asarray(average, dtype=np.float64) - centre), radius)
     return ((radius * amplitude(epsilon)) ** 2 - inside**2) / np.maximum(1, arrived)
 
@@ -212,7 +212,8 @@ def random_words(key: bytes, count: int) -> np.ndarray:
     return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8")
 
 
-def _per_weight(ranges: Ranges, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def per_weight(ranges: Ranges, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Centre and radius of every single weight (float64 [P] each)."""
     if len(ranges.centre) != layout.layers:
         raise UserError(f"ranges are for {len(ranges.centre)} layers, the model has {layout.layers}.")
     centre, radius = np.empty(layout.size), np.empty(layout.size)
