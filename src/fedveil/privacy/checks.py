@@ -1,0 +1,72 @@
+"""Checks of numbers that people type: each failure names the option and the allowed range."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fedveil.errors import UserError, did_you_mean
+
+
+def _number(option: str, value: Any, allowed: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{option} must be {allowed}, got {value!r}.") from None
+    if math.isnan(number) or isinstance(value, bool):
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return number
+
+
+def positive(option: str, value: Any) -> float:
+    """A finite number above 0."""
+    allowed = "a finite number greater than 0"
+    number = _number(option, value, allowed)
+    if not 0 < number < math.inf:
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return number
+
+
+def fraction(option: str, value: Any) -> float:
+    """A sampling rate: greater than 0 and at most 1."""
+    allowed = "greater than 0 and at most 1"
+    number = _number(option, value, allowed)
+    if not 0 < number <= 1:
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return number
+
+
+def delta(value: Any, option: str = "delta") -> float:
+    """A delta: at least 0 and less than 1."""
+    allowed = "at least 0 and less than 1"
+    number = _number(option, value, allowed)
+    if not 0 <= number < 1:
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return number
+
+
+def unit_interval(option: str, value: Any) -> float:
+    """A number from 0 to 1, both included."""
+    allowed = "from 0 to 1"
+    number = _number(option, value, allowed)
+    if not 0 <= number <= 1:
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return number
+
+
+def count(option: str, value: Any, least: int = 0) -> int:
+    """A whole number, at least `least`."""
+    allowed = f"a whole number of at least {least}"
+    number = _number(option, value, allowed)
+    if not math.isfinite(number) or number != int(number) or number < least:
+        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    return int(number)
+
+
+def one_of(option: str, value: Any, known: tuple[str, ...]) -> str:
+    """One of the known names."""
+    if value not in known:
+        raise UserError(
+            f"{option} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(str(value), known)}"
+        )
+    return str(value)
