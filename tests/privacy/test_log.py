@@ -108,7 +108,9 @@ def test_removed_repeated_and_reordered_records_are_found(tmp_path: Path) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=60))
-def test_foreign_bytes_after_the_records_are_never_dropped_unless_a_torn_write_can_leave_them(tail: bytes) -> None:
+def test_foreign_bytes_after_the_records_are_never_dropped_unless_a_torn_write_can_leave_them(
+    tail: bytes,
+) -> None:
     first, _ = encode({"kind": "header"}, 0, GENESIS)
     try:
         contents = scan(first + tail)
@@ -118,7 +120,9 @@ def test_foreign_bytes_after_the_records_are_never_dropped_unless_a_torn_write_c
         assert b'{"hash":"'.startswith(contents.torn.rstrip(b"\0")[:9])
 
 
-def test_create_refuses_an_existing_ledger_and_foreign_files_but_restarts_a_torn_first_record(tmp_path: Path) -> None:
+def test_create_refuses_an_existing_ledger_and_foreign_files_but_restarts_a_torn_first_record(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "l"
     data = written(path, 1)
     with pytest.raises(UserError, match="already exists"):
@@ -186,7 +190,10 @@ def test_after_a_disk_error_nothing_more_is_accepted_until_reopened(
     log, _ = Log.open(path)
     with log:
         log.append({"kind": "release", "value": 3})
-    assert values(path) in ([0, 3], [0, 1, 3])  # whether the unaccepted record counts: both are on the safe side
+    assert values(path) in (
+        [0, 3],
+        [0, 1, 3],
+    )  # whether the unaccepted record counts: both are on the safe side
 
 
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,15 @@ def test_every_append_is_synced_before_it_returns(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(log_module.os, "pwrite", lambda *a: (calls.append("write"), real_write(*a))[1])
     monkeypatch.setattr(log_module.os, "fsync", lambda *a: (calls.append("sync"), real_sync(*a))[1])
     written(tmp_path / "l", 2)
-    assert calls == ["write", "sync", "sync", "write", "sync", "write", "sync"]  # second sync: the new folder entry
+    assert calls == [
+        "write",
+        "sync",
+        "sync",
+        "write",
+        "sync",
+        "write",
+        "sync",
+    ]  # second sync: the new folder entry
 
 
 def test_what_a_killed_process_was_told_is_on_disk(tmp_path: Path) -> None:
@@ -223,7 +238,9 @@ def test_what_a_killed_process_was_told_is_on_disk(tmp_path: Path) -> None:
     """)
     accepted = -1
     for attempt in range(6):
-        process = subprocess.Popen([sys.executable, "-c", child, str(path)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", child, str(path)], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         for _ in range(3 + 7 * attempt):
             accepted = int(process.stdout.readline())

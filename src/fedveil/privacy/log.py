@@ -114,7 +114,9 @@ class Log:
         log = cls(Path(path), _locked(Path(path), os.O_RDWR | os.O_CREAT))
         try:
             if scan(_all(log._handle), path).records:
-                raise UserError(f"{path}: a ledger already exists here; open it to continue, or choose another path.")
+                raise UserError(
+                    f"{path}: a ledger already exists here; open it to continue, or choose another path."
+                )
             os.ftruncate(log._handle, 0)
             log.append(body)
             _sync_folder(log._path.parent)

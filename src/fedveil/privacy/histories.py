@@ -1,0 +1,382 @@
+"""Whose history of releases costs most?
+
+The ledger keeps, per charged release, which clients had which claims. Everything it answers is linear in
+that: a client's *history* is how often it met each kind of event. This module counts histories, adds them
+up where several clients hold one example, and finds the largest epsilon over all of them with few calls of
+an accountant.
+
+Formal guarantee: `worst` returns an epsilon that is at least the accountant's epsilon of every history
+(for `pld`: at least a valid epsilon of every history), because a history that is not composed on its own is
+covered by a bound that is proved for it: its own Rényi curve, or the curve of a history that dominates it.
+Domination used here: more uses of an event; a smaller Gaussian, Laplace or two-valued scale (the larger one
+is a post-processing of the smaller); a larger Poisson rate (a mixture with "not sampled").
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.sparse import coo_array, csr_array
+from scipy.special import gammaln, logsumexp
+
+from fedveil.privacy.accountants import Answer, Composition
+from fedveil.privacy.events import Claim, Event, Release
+
+GRID = 200  # distinct noise multipliers of one family that are composed one by one
+_EXACT = 4  # histories composed on their own before the rest is bounded together
+_CLOSE = 1.001  # a common bound this near to the largest single epsilon is reported instead of searching on
+_NESTED = 1e-4  # finest relative step of the rounding grid; coarser grids are unions of its cells
+_MONOTONE = ("gaussian", "laplace", "two-valued")
+_ORDERS = np.array([*range(2, 65), 80, 128, 256])
+
+
+Pair = tuple[str, str]  # observer, unit
+
+
+@dataclass
+class Book:
+    """Everything charged: distinct claim sets, who had which how often, and claims about everyone."""
+
+    clients: int
+    parts: dict[tuple[Claim, ...], int] = field(default_factory=dict)
+    sets: list[tuple[Claim, ...]] = field(default_factory=list)
+    by_pair: dict[Pair, list[tuple[int, Claim]]] = field(default_factory=dict)
+    entries: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    everyone: Counter[Claim] = field(default_factory=Counter)
+    counted: tuple[int, csr_array] | None = None  # `met` of the first so many entries
+
+    def add(self, release: Release) -> None:
+        """Charge one release. A claim with scope "everyone" counts once per release, however many groups
+        carry it: it speaks about any unit of the run, and each group repeats it."""
+        shared: set[Claim] = set()
+        for clients, claims in release.groups:
+            if claims not in self.parts:
+                self.define(claims)
+            part = self.parts[claims]
+            self.entries.append((part, np.asarray(clients, dtype=np.int64)))
+            shared.update(claim for claim in claims if claim.scope == "everyone")
+        self.everyone.update(shared)
+
+    def define(self, claims: tuple[Claim, ...]) -> None:
+        """Number a claim set that was not met before."""
+        number = len(self.parts)
+        self.parts[claims] = number
+        self.sets.append(claims)
+        for claim in claims:
+            self.by_pair.setdefault((claim.observer, claim.unit), []).append((number, claim))
+
+    def plus(self, release: Release) -> Book:
+        """What the book would be after `release`."""
+        by_pair = {pair: list(claims) for pair, claims in self.by_pair.items()}
+        after = Book(
+            self.clients,
+            dict(self.parts),
+            list(self.sets),
+            by_pair,
+            list(self.entries),
+            self.everyone.copy(),
+            self.counted,
+        )
+        after.add(release)
+        return after
+
+    def met(self) -> csr_array:
+        """How often each client [row] met each part [column]."""
+        shape = (self.clients, len(self.parts))
+        done, known = self.counted or (0, csr_array(shape, dtype=np.int64))
+        known = csr_array((known.data, known.indices, known.indptr), shape=shape)
+        if done < len(self.entries):
+            fresh = self.entries[done:]
+            rows = np.concatenate([clients for _, clients in fresh])
+            columns = np.repeat([part for part, _ in fresh], [len(clients) for _, clients in fresh])
+            known = known + coo_array((np.ones(len(rows), np.int64), (rows, columns)), shape=shape).tocsr()
+        self.counted = (len(self.entries), known)
+        return known
+
+    def who_met(self, parts: set[int]) -> np.ndarray:
+        """Which clients met one of `parts`."""
+        chosen = np.zeros(len(self.parts), dtype=np.int64)
+        chosen[list(parts)] = 1
+        return (self.met() @ chosen) > 0
+
+
+@dataclass(frozen=True)
+class Histories:
+    """Uses of each event (columns, each with steps=1) in each history (rows), and uses that all rows share."""
+
+    events: tuple[Event, ...]
+    counts: csr_array
+    shared: np.ndarray
+
+    def uses(self, row: int) -> dict[Event, int]:
+        """One whole history."""
+        first, last = self.counts.indptr[row], self.counts.indptr[row + 1]
+        total = self.shared.copy()
+        np.add.at(total, self.counts.indices[first:last], self.counts.data[first:last])
+        return {self.events[i]: int(total[i]) for i in np.flatnonzero(total)}
+
+    def only(self, rows: Sequence[int] | np.ndarray) -> Histories:
+        """Some of the rows."""
+        return Histories(self.events, self.counts[np.asarray(rows, dtype=np.int64)], self.shared)
+
+    def on(self, events: tuple[Event, ...]) -> Histories:
+        """The same histories with other columns, a superset of these."""
+        place = {event: i for i, event in enumerate(events)}
+        columns = np.array([place[event] for event in self.events], dtype=np.int64)
+        old = self.counts.tocoo()
+        moved = coo_array((old.data, (old.row, columns[old.col])), shape=(self.counts.shape[0], len(events)))
+        shared = np.zeros(len(events), dtype=np.int64)
+        shared[columns] = self.shared
+        return Histories(events, moved.tocsr(), shared)
+
+
+def of_clients(book: Book, pair: Pair, wanted: Callable[[Claim], bool]) -> Histories:
+    """One history per client from the `wanted` claims about `pair`; claims about everyone are shared.
+
+    Multipliers are rounded down to a grid where a family has more than `GRID` of them.
+    """
+    claims = [
+        (part, c, c.event) for part, c in book.by_pair.get(pair, ()) if c.event is not None and wanted(c)
+    ]
+    column: dict[Event, int] = {}
+    coarse = _coarser({_once(event) for _, _, event in claims})
+    place = {event: column.setdefault(rounded, len(column)) for event, rounded in coarse.items()}
+    held = [(part, place[_once(event)], event.steps) for part, c, event in claims if c.scope == "holder"]
+    parts, columns, steps = np.array(held, dtype=np.int64).reshape(-1, 3).T
+    per_part = coo_array((steps, (parts, columns)), shape=(len(book.parts), len(column))).tocsr()
+    shared = np.zeros(len(column), dtype=np.int64)
+    for claim, times in book.everyone.items():
+        if claim.event is not None and (claim.observer, claim.unit) == pair and wanted(claim):
+            shared[place[_once(claim.event)]] += times * claim.event.steps
+    return Histories(tuple(column), csr_array(book.met() @ per_part), shared)
+
+
+def most(first: Histories, second: Histories) -> Histories:
+    """The larger count of each event, row by row."""
+    events = tuple(dict.fromkeys((*first.events, *second.events)))
+    one, other = first.on(events), second.on(events)
+    return Histories(
+        events, csr_array(one.counts.maximum(other.counts)), np.maximum(one.shared, other.shared)
+    )
+
+
+def of_units(own: Histories, copies: int, holders: Sequence[Sequence[int]], client: int | None) -> Histories:
+    """Histories of the units that up to `copies` clients hold together: all, or only those `client` holds.
+
+    Exact with known `holders` (sets of clients with a common example); otherwise one history that dominates
+    every possible sum.
+    """
+    clients = own.counts.shape[0]
+    if copies == 1:
+        return own if client is None else own.only([client])
+    if holders:
+        chosen = [tuple(group) for group in holders if client is None or client in group]
+        unshared = set(range(clients)) if client is None else {client}
+        chosen += [(c,) for c in sorted(unshared.difference(*chosen))]
+        rows = np.repeat(np.arange(len(chosen)), [len(group) for group in chosen])
+        members = np.concatenate([np.array(group, dtype=np.int64) for group in chosen])
+        sums = coo_array(
+            (np.ones(len(rows), np.int64), (rows, members)), shape=(len(chosen), clients)
+        ).tocsr()
+        return Histories(own.events, csr_array(sums @ own.counts), own.shared)
+    if client is None:
+        return covering(own, copies)
+    others = covering(own.only(np.delete(np.arange(clients), client)), copies - 1)
+    mine = own.only([client]).on(others.events)
+    return Histories(others.events, csr_array(mine.counts + others.counts), mine.shared)
+
+
+def relations(histories: Histories) -> str | None:
+    """The neighbouring relations of the events that were used; None if one history mixes them."""
+    names = sorted({event.relation for event in histories.events})
+    used = np.zeros((histories.counts.shape[0], len(names)), dtype=bool)
+    for i, name in enumerate(names):
+        chosen = np.array([event.relation == name for event in histories.events])
+        used[:, i] = (histories.counts @ chosen.astype(np.int64) + histories.shared[chosen].sum()) > 0
+    if (used.sum(axis=1) > 1).any():
+        return None
+    return " or ".join(name for i, name in enumerate(names) if used[:, i].any())
+
+
+def covering(histories: Histories, copies: int = 1) -> Histories:
+    """One history that dominates the sum of any `copies` of the given ones (what they share stays shared).
+
+    Events of one family are ordered by strength; the k-th strongest event of the answer is at least as
+    strong as the k-th strongest of any such sum. Poisson rates are raised to the largest in the family.
+    """
+    rows = histories.counts.shape[0]
+    families: dict[tuple, list[int]] = defaultdict(list)
+    for i in np.unique(histories.counts.indices):
+        families[_family(histories.events[i])].append(int(i))
+    uses: dict[Event, int] = {}
+    for members in families.values():
+        rate = max(histories.events[i].sampling.rate for i in members)
+        scales, scale = np.unique(
+            [histories.events[i].noise.multiplier for i in members], return_inverse=True
+        )
+        ones = np.ones(len(members), np.int64)
+        by_scale = coo_array((ones, (members, scale)), shape=(len(histories.events), len(scales))).tocsr()
+        running = (histories.counts @ by_scale).toarray().cumsum(axis=1)
+        kept = min(copies, rows)
+        top = np.partition(running, rows - kept, axis=0)[rows - kept :].sum(axis=0)
+        like = histories.events[members[0]]
+        for value, times in zip(scales, np.diff(top, prepend=0), strict=True):
+            noise, sampling = replace(like.noise, multiplier=float(value)), replace(like.sampling, rate=rate)
+            uses[replace(like, noise=noise, sampling=sampling)] = int(times)
+    empty = Histories(
+        histories.events, csr_array((1, len(histories.events)), dtype=np.int64), histories.shared
+    )
+    events = tuple(dict.fromkeys((*uses, *histories.events)))
+    counts = csr_array([[uses.get(event, 0) for event in events]], dtype=np.int64)
+    return Histories(events, counts, empty.on(events).shared)
+
+
+class Judge:
+    """Asks accountants about histories and remembers: one more round costs one more composition."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple, Answer] = {}
+        self._recent: list[tuple[str, dict[Event, int], Composition]] = []
+        self._curves: dict[Event, np.ndarray] = {}
+
+    def answer(self, uses: dict[Event, int], delta: float, accountant: str) -> Answer:
+        """The accountant's answer for one history."""
+        key = (accountant, delta, frozenset(uses.items()))
+        if key not in self._answers:
+            self._answers[key] = self._compose(uses, accountant).answer(delta)
+        return self._answers[key]
+
+    def _compose(self, uses: dict[Event, int], accountant: str) -> Composition:
+        base: dict[Event, int] = {}
+        composition = Composition.start(accountant)
+        for name, known, known_composition in self._recent:
+            inside = name == accountant and sum(known.values()) > sum(base.values())
+            if inside and all(uses.get(event, 0) >= times for event, times in known.items()):
+                base, composition = known, known_composition
+        extra = [replace(event, steps=times - base.get(event, 0)) for event, times in uses.items()]
+        extra = [event for event in extra if event.steps]
+        if extra:
+            composition = composition.add(extra)
+            self._recent = [*self._recent[-11:], (accountant, uses, composition)]
+        return composition
+
+    def quick(self, histories: Histories, delta: float) -> np.ndarray | None:
+        """A valid epsilon of each history from integer Rényi orders; None unless all events are Gaussian."""
+        events = histories.events
+        if delta <= 0 or not all(map(_is_plain_gaussian, events)):
+            return None
+        new = [event for event in events if event not in self._curves]
+        self._curves.update(zip(new, _gaussian_curves(new), strict=True))
+        curves = np.array([self._curves[event] for event in events]).reshape(len(events), len(_ORDERS))
+        totals = histories.counts @ curves + histories.shared @ curves
+        epsilon = totals + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / (_ORDERS - 1)
+        return np.where(totals[:, 0] > 0, np.maximum(epsilon.min(axis=1), 0.0), 0.0)
+
+
+def worst(
+    judge: Judge, histories: Histories, delta: float, accountant: str, limit: float | None = None
+) -> Answer:
+    """The largest epsilon over all histories (see the module's guarantee).
+
+    With `limit`, an epsilon at or below it may come from the quick Rényi bound alone: enough to know that a
+    budget holds.
+    """
+    quick = judge.quick(histories, delta) if accountant == "pld" else None
+    if quick is not None and limit is not None and quick.max() <= limit:
+        return Answer("rdp", float(quick.max()), delta, "sound", "")
+    order = np.argsort(-(_strength(histories) if quick is None else quick), kind="stable")
+    histories = histories.only(order)
+    bounds = None if quick is None else quick[order]
+    best = judge.answer(histories.uses(0), delta, accountant)
+    done = [histories.uses(0)]
+    for i in range(1, len(order)):
+        if best.epsilon is None or (bounds is not None and bounds[i] <= best.epsilon):
+            break
+        if (uses := histories.uses(i)) in done:
+            continue
+        if len(done) in (1, _EXACT):  # perhaps one history that dominates all the others settles it
+            rest = judge.answer(covering(histories.only(range(i, len(order)))).uses(0), delta, accountant)
+            if bounds is not None and (rest.epsilon is None or bounds[i] < rest.epsilon):
+                rest = Answer("rdp", float(bounds[i]), delta, "sound", "")
+            near = rest.epsilon is not None and rest.epsilon <= best.epsilon * _CLOSE
+            if near or len(done) == _EXACT:
+                best = _larger(best, rest)
+                break
+        best = _larger(best, judge.answer(uses, delta, accountant))
+        done.append(uses)
+    if bounds is not None and best.epsilon is not None and bounds[0] < best.epsilon:
+        return Answer("rdp", float(bounds[0]), delta, "sound", "")
+    return best
+
+
+def _larger(one: Answer, other: Answer) -> Answer:
+    if one.epsilon is None or (other.epsilon is not None and other.epsilon <= one.epsilon):
+        return one
+    return other
+
+
+def _once(event: Event) -> Event:
+    return event if event.steps == 1 else replace(event, steps=1)
+
+
+def _family(event: Event) -> tuple:
+    """Events that are ordered by (multiplier, rate) alone; others are a family of their own."""
+    noise, sampling = event.noise, event.sampling
+    if noise.mechanism not in _MONOTONE:
+        return (event,)
+    shape = (noise.mechanism, noise.norm, noise.dimension, noise.nu, event.relation, event.unit)
+    return (*shape, sampling.kind, sampling.batch, sampling.population)
+
+
+def _coarser(events: Iterable[Event]) -> dict[Event, Event]:
+    """Map each event to one with the same or a smaller multiplier, at most `GRID` multipliers per family.
+
+    The grids are nested, so rounding twice is rounding once and earlier answers stay comparable.
+    """
+    families: dict[tuple, list[Event]] = defaultdict(list)
+    for event in events:
+        families[_family(event)].append(event)
+    rounded: dict[Event, Event] = {}
+    for members in families.values():
+        multipliers = np.array([event.noise.multiplier for event in members])
+        step = _NESTED
+        values = multipliers
+        while len(np.unique(values)) > GRID:
+            values = np.exp(np.floor(np.log(multipliers) / step) * step)
+            values = np.where(values > multipliers, values * np.exp(-step), values)
+            step *= 2
+        for event, value in zip(members, values, strict=True):
+            same = value == event.noise.multiplier
+            rounded[event] = (
+                event if same else replace(event, noise=replace(event.noise, multiplier=float(value)))
+            )
+    return rounded
+
+
+def _strength(histories: Histories) -> np.ndarray:
+    """A cheap score that orders histories roughly by epsilon; used to choose, never to promise."""
+    weights = np.array([(event.sampling.rate / event.noise.multiplier) ** 2 for event in histories.events])
+    return histories.counts @ weights.reshape(len(histories.events))
+
+
+def _is_plain_gaussian(event: Event) -> bool:
+    poisson = event.sampling.kind == "poisson" and event.relation != "replace-one"
+    return event.noise.mechanism == "gaussian" and (poisson or event.sampling.kind in ("none", "partition"))
+
+
+def _gaussian_curves(events: Sequence[Event]) -> np.ndarray:
+    """Exact Rényi divergence of one step at `_ORDERS`: binomial sums, all events at once."""
+    sigma = np.array([event.noise.multiplier for event in events]).reshape(-1, 1)
+    rate = np.array([e.sampling.rate if e.sampling.kind == "poisson" else 1.0 for e in events]).reshape(-1, 1)
+    curves = np.empty((len(events), len(_ORDERS)))
+    inside = np.clip(rate, 1e-300, 1 - 1e-16)
+    for i, order in enumerate(_ORDERS):
+        k = np.arange(order + 1)
+        terms = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1) + (k * k - k) / (2 * sigma**2)
+        terms = terms + k * np.log(inside) + (order - k) * np.log1p(-inside)
+        sampled = np.maximum(logsumexp(terms, axis=1), 0) / (order - 1)
+        curves[:, i] = np.where(rate[:, 0] >= 1, order / (2 * sigma[:, 0] ** 2), sampled)
+    return curves
