@@ -18,6 +18,7 @@ def build() -> typer.Typer:
         name="fedveil",
         no_args_is_help=True,
         add_completion=False,
+        pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         help="Train across private data, state what each observer can learn, attack the run to prove it.",
     )

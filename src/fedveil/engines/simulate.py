@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:
 
 
 def train_cohort(
-    prepared: Prepared, state: State, now: Round, clients: np.ndarray
+    prepared: Prepared, state: State, now: Round, clients: np.ndarray, workers: int | local.Workers = 1
 ) -> Iterator[tuple[list[int], LocalResult]]:
     """Train the cohort, chunk by chunk; clients with equal plans share a stack."""
     task, config = prepared.task, prepared.config
@@ -157,28 +158,27 @@ def train_cohort(
     for client in clients.tolist():
         groups.setdefault(plan_of(task, now, client, prepared.partition.size(client)), []).append(client)
     for plan, members in groups.items():
-        size = config.chunk or local.chunk_size(task.layout.size, prepared.engine, config.workers)
-        for at in range(0, len(members), size):
-            chunk = members[at : at + size]
-            work = [work_of(task, state, now, client) for client in chunk]
-            yield (
-                chunk,
-                local.train(
-                    task.module,
-                    state.weights,
-                    task.x,
-                    task.y,
-                    work,
-                    plan,
-                    engine=config.engine,
-                    workers=config.workers,
-                    device=config.device,
-                ),
-            )
+        work = (work_of(task, state, now, client) for client in members)
+        at = 0
+        for result in local.stream(
+            task.module,
+            state.weights,
+            task.x,
+            task.y,
+            work,
+            plan,
+            engine=config.engine,
+            workers=workers,
+            chunk=config.chunk,
+            device=config.device,
+        ):
+            count = len(result.finite)
+            yield members[at : at + count], result
+            at += count
 
 
 def play_round(
-    prepared: Prepared, state: State, clients: np.ndarray
+    prepared: Prepared, state: State, clients: np.ndarray, workers: int | local.Workers = 1
 ) -> tuple[State, dict[str, Any], dict[str, Any]]:
     """One round for a cohort whose release is already in the ledger: (state, public facts, private facts)."""
     task = prepared.task
@@ -186,7 +186,7 @@ def play_round(
     seen: list[tuple[list[int], LocalResult]] = []
 
     def uploads() -> Iterator[Upload]:
-        for chunk, result in train_cohort(prepared, state, now, clients):
+        for chunk, result in train_cohort(prepared, state, now, clients, workers):
             yield from uploads_of(task, now, state, chunk, result)
             seen.append((chunk, replace(result, delta=np.empty(0))))
 
@@ -250,8 +250,11 @@ def run(
     prepared = prepare(config, dataset, module)
     task = prepared.task
     state = _open_folder(prepared, folder, resume, command)
-    ledger = _open_ledger(prepared, folder)
-    try:
+    with ExitStack() as stack:
+        ledger = stack.enter_context(_open_ledger(prepared, folder))
+        workers: int | local.Workers = config.workers
+        if config.workers > 1 and prepared.engine in ("stacked", "functional"):
+            workers = stack.enter_context(local.Workers(config.workers))
         stop = "all rounds done"
         while state.round < config.rounds:
             now = moment_of(task, state)
@@ -263,7 +266,7 @@ def run(
             mark = _fingerprint(prepared, state, clients)
             ledger.spend(release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
             clock = time.perf_counter()
-            state, facts, private = play_round(prepared, state, clients)
+            state, facts, private = play_round(prepared, state, clients, workers)
             facts["sat_out"] = len(drawn) - len(clients)
             done = _record(
                 prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
@@ -274,8 +277,6 @@ def run(
                 stop = done
                 break
         return _result(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
-    finally:
-        ledger.close()
 
 
 def _open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
