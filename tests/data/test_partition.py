@@ -177,13 +177,13 @@ def test_one_class_clients_are_reported_and_refused_on_request():
     data = table(200, classes=2)
     made = partition(data, "shards", 10, shards_per_client=1)
     assert "hold one class only" in made.note
-    with pytest.raises(UserError, match="fewer than 2 classes.*first: client"):
+    with pytest.raises(UserError, match=r"fewer than 2 classes.*first: client"):
         partition(data, "shards", 10, shards_per_client=1, min_classes=2)
 
 
 def test_empty_clients_are_refused_unless_allowed():
     data = table(5)
-    with pytest.raises(UserError, match="fewer than 1 rows.*min_size = 0"):
+    with pytest.raises(UserError, match=r"fewer than 1 rows.*min_size = 0"):
         partition(data, "iid", 8)
     assert "3 of 8 clients hold no rows" in partition(data, "iid", 8, min_size=0).note
 

@@ -187,7 +187,7 @@ def test_the_users_function_is_given_what_it_names_and_is_seeded(tmp_path, monke
     ]:
         with pytest.raises(UserError, match=message):
             build(spec, (3,), 2)
-    with pytest.raises(UserError, match="no parameter 'wdie'.*'wide'"):
+    with pytest.raises(UserError, match=r"no parameter 'wdie'.*'wide'"):
         build("own_net_one:make", (3,), 2, wdie=3)
 
 

@@ -133,9 +133,9 @@ def _dirichlet(dataset: Dataset, clients: int, seed: int, alpha: float = 0.5) ->
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for label in range(dataset.classes or 0):
         rows = random.permutation(np.flatnonzero(dataset.y == label))
-        weights = (
-            random.gamma(alpha, size=clients) + 1e-300
-        )  # Dirichlet; a tiny alpha may underflow to all zeros
+        # Dirichlet by gamma variates in logarithms: for a tiny alpha the variates themselves are all zero.
+        logs = np.log(random.gamma(alpha + 1, size=clients)) + np.log1p(-random.random(clients)) / alpha
+        weights = np.exp(logs - logs.max())
         cuts = np.round(np.cumsum(weights / weights.sum())[:-1] * len(rows)).astype(np.int64)
         for part, piece in zip(parts, np.split(rows, cuts), strict=True):
             part.append(piece)
@@ -336,8 +336,8 @@ def _size_within(size: int, dataset: Dataset) -> int:
 
 
 def _checked(dataset: Dataset, made: Partition, min_size: int, min_classes: int) -> Partition:
-    # Overlapping clients are all of one size; of more disjoint clients than rows one is empty.
-    sizes = np.array([made.size(i) for i in range(min(made.clients, made.examples + 1))])
+    # Overlapping clients are all of one size, so one of them is enough: there may be millions.
+    sizes = made.sizes if made.copies == 1 else np.array([made.size(0)])
     small = np.flatnonzero(sizes < min_size)
     if len(small):
         raise UserError(
@@ -349,9 +349,9 @@ def _checked(dataset: Dataset, made: Partition, min_size: int, min_classes: int)
         )
     notes = [f"{made.copies} copies of each row at most" if made.copies > 1 else "disjoint"]
     if dataset.task == "classification":
-        looked = min(made.clients, len(sizes), 1_000 if made.copies > 1 else 10_000)
+        looked = min(made.clients, 1_000 if made.copies > 1 else 10_000)
         counts = np.array([len(np.unique(dataset.y[made.rows(i)])) for i in range(looked)])
-        poor = np.flatnonzero((counts < min_classes) & (sizes[:looked] > 0))
+        poor = np.flatnonzero((counts < min_classes) & (counts > 0))
         if len(poor):
             raise UserError(
                 f"partition {made.kind}: {len(poor)} of {made.clients} clients hold fewer than "
@@ -359,8 +359,9 @@ def _checked(dataset: Dataset, made: Partition, min_size: int, min_classes: int)
                 f"(first: client {poor[0]}). Use more shards per client, a larger alpha, or a smaller "
                 "min_classes."
             )
+        first = "" if looked == made.clients else "the first "
         if (counts == 1).any():
-            notes.append(f"{int((counts == 1).sum())} of {looked} clients hold one class only")
+            notes.append(f"{int((counts == 1).sum())} of {first}{looked} clients hold one class only")
     if (sizes == 0).any():
         notes.append(f"{int((sizes == 0).sum())} of {made.clients} clients hold no rows")
     return replace(made, note="; ".join(notes))
