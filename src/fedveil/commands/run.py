@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
     app.command()(recipes)
     app.command()(compare)
+    app.command()(demo)
 
 
 SetOption = Annotated[
@@ -57,15 +58,13 @@ def run(
         config = open_run(out).config
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
-    result = _with_progress(
-        config, lambda hook: simulate(config, folder, resume=resume, on_round=hook, command=command), as_json
-    )
+    result = _with_progress(config, _job(simulate, config, folder, command, resume), as_json)
     if config.report:
-        _write_report(folder)
+        _write_report([folder], folder / "report.html")
     if as_json:
         print(json.dumps(result))
         return
-    _show(result, config)
+    _show(result)
 
 
 def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
@@ -104,43 +103,79 @@ def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
         return work(hook)
 
 
-def _write_report(folder: Path) -> None:
-    try:
-        from fedveil.runs.report import write_report
-    except ModuleNotFoundError as missing:
-        if missing.name != "fedveil.runs.report":
-            raise
-        return
-    write_report([folder], folder / "report.html")
+def _write_report(folders: list[Path], path: Path) -> None:
+    from fedveil.runs.report import write_report
+
+    write_report(folders, path)
 
 
-def _show(result: dict[str, Any], config: Any) -> None:
-    from rich.console import Console
+def _show(result: dict[str, Any]) -> None:
+    from fedveil.commands.common import Notes, figure, print_table
 
-    from fedveil.commands.common import ledger_table
-
-    console = Console()
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
-    quality = (
-        f"test accuracy {accuracy:.4f}"
-        if accuracy is not None
-        else f"test RMSE {rmse:.4f}"
-        if rmse is not None
-        else "no finite result"
+    quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
+    print(f"{result['recipe']} on {result['dataset']}: {quality} after {result['rounds']} rounds")
+    print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")
+    notes = Notes()
+    rows = [
+        [
+            row["observer"],
+            row["unit"],
+            figure(row["epsilon"], missing="none"),
+            row["verdict"],
+            row["accountant"] or "-",
+            notes.mark(row["reason"]),
+        ]
+        for row in result["ledger"]
+    ]
+    columns = ["observer", "unit", "epsilon", "verdict", "accountant", "note"]
+    delta = max((row["delta"] for row in result["ledger"]), default=0.0)
+    print_table(
+        f"What each observer may learn (delta {delta:g})",
+        columns,
+        rows,
+        right=["epsilon"],
+        notes=notes.lines(),
     )
-    console.print(
-        f"[bold]{result['recipe']}[/bold] on {result['dataset']}: {quality} after {result['rounds']} rounds "
-        f"({result['seconds']:.1f} s, engine {result['engine']}); stopped: {result['stopped']}"
-    )
-    console.print(ledger_table(result["ledger"]))
     if result["simulated"]:
-        console.print(
-            "Noise was seeded: these promises hold when deployed with secret noise (secure_noise = true)."
-        )
-    console.print(
-        f"Run directory: {result['run']}"
-        + ("  (open report.html)" if (Path(result["run"]) / "report.html").exists() else "")
-    )
+        print("Noise was seeded: sound promises hold when deployed with secret noise (secure_noise = true).")
+    page = Path(result["run"]) / "report.html"
+    print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the report.")] = Path("runs/demo"),
+    as_json: JsonOption = False,
+) -> None:
+    """Train Fed-alpha-CDP and its sound sibling on embedded data and show accuracy and promises side by side.
+
+    Example:  fedveil demo --out runs/demo
+    """
+    import shutil
+
+    from fedveil.engines.simulate import run as simulate
+    from fedveil.runs.config import load_config
+
+    results = []
+    for name in ("demo-alpha", "demo-sound"):
+        config, folder = load_config(name), out / name
+        if folder.exists() and (folder / "run.json").is_file():
+            shutil.rmtree(folder)
+        command = f"fedveil run {name}"
+        results.append(_with_progress(config, _job(simulate, config, folder, command), as_json))
+        _write_report([folder], folder / "report.html")
+    _write_report([out / "demo-alpha", out / "demo-sound"], out / "report.html")
+    if as_json:
+        print(json.dumps(results))
+        return
+    for result in results:
+        _show(result)
+        print()
+    print(f"Both runs side by side: {out / 'report.html'}")
+
+
+def _job(simulate: Any, config: Any, folder: Path, command: str, resume: bool = False) -> Any:
+    return lambda hook: simulate(config, folder, resume=resume, on_round=hook, command=command)
 
 
 def recipes(as_json: JsonOption = False) -> None:

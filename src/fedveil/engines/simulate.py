@@ -486,6 +486,7 @@ def _result(
         "seconds": seconds,
         "stopped": stop,
         "engine": prepared.engine,
+        "engine_reason": prepared.engine_reason,
         "simulated": not config.secure_noise,
         "run": str(folder),
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
