@@ -27,6 +27,7 @@ from fedveil.learning.batches import cohort
 from fedveil.learning.evaluate import distortion_bound, evaluate
 from fedveil.learning.plan import LocalPlan, LocalResult
 from fedveil.learning.promise import Round, Setting, release
+from fedveil.learning.recipes import Recipe
 from fedveil.learning.round import (
     State,
     Task,
@@ -341,7 +342,7 @@ def _open_ledger(prepared: Prepared, folder: Path) -> Ledger:
 def header_of(prepared: Prepared) -> Header:
     """What is fixed before the first release: sizes, copies, budgets and, for an accuracy stop, the whole plan."""
     config, dealt, task = prepared.config, prepared.partition, prepared.task
-    unit: Unit = "client" if task.recipe.target == "update" else "example"
+    unit = unit_of(task.recipe)
     if task.own_epsilon:
         budgets = tuple(Budget(e, config.observer, unit, client) for client, e in task.own_epsilon.items())
     elif config.target_epsilon is not None:
@@ -365,6 +366,11 @@ def header_of(prepared: Prepared) -> Header:
         config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
     )
+
+
+def unit_of(recipe: Recipe) -> Unit:
+    """The unit that a recipe is made to protect."""
+    return "client" if recipe.target == "update" else "example"
 
 
 def _planned(prepared: Prepared) -> Iterator[Release]:
@@ -439,6 +445,7 @@ def _record(
     """Evaluate, write the round's lines, tell the callback; returns a reason to stop or ''."""
     config, task, data = prepared.config, prepared.task, prepared.dataset
     line: dict[str, Any] = {"round": state.round, "seconds": seconds, **facts}
+    line["epsilon"] = ledger.epsilon(config.observer, unit_of(task.recipe), accountant=config.accountant)
     stop = ""
     if state.round % config.evaluate_every == 0 or state.round == config.rounds:
         weights = model_weights(state)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from fedveil.learning.batches import passes
 from fedveil.learning.recipes import Recipe
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Release, Sampling, Unit
+from fedveil.privacy.records import GROUP
 
 AFTER_UPLOAD: tuple[Observer, ...] = ("server", "participants", "public")
-NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client, except by group privacy"
+NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client"
 RAW_GRADIENTS = "clipped or plain per-example gradients are in the client's memory without noise"
 
 
@@ -151,6 +152,11 @@ def _runs(values: tuple[float, ...]) -> dict[float, int]:
     return counts
 
 
+def _by_group(observer: Observer) -> Claim:
+    """A whole client by group privacy over its examples; the ledger finds that this is rarely worth anything."""
+    return Claim(observer, "client", "sound", "all examples of a client at once", accountant=GROUP)
+
+
 def _step(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]:
     sampling, relation, divide, uses = _batch_sampling(recipe, setting, size)
     zs = tuple(multiplier(recipe, setting, c, s) for c, s in zip(now.bounds, now.sigmas, strict=True))
@@ -173,10 +179,11 @@ def _step(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim
     for observer in AFTER_UPLOAD:
         if broken:
             out.append(_none(observer, "example", broken))
+            out.append(_none(observer, "client", broken))
         else:
             why = f"{recipe.mechanism} noise in every local step; batches: {recipe.sampling}"
             out += [Claim(observer, "example", "sound", why, event) for event in events]
-        out.append(_none(observer, "client", NO_CLIENT_LEVEL))
+            out.append(_by_group(observer))
     out += _in_memory(recipe, setting, now, uses if not broken else setting.steps)
     out += _paper_step(recipe, setting, now)
     return out
@@ -367,11 +374,12 @@ def _sum(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]
                     "noise per example on a sum of random size: the variance tells the count",
                 )
             )
+            out.append(_none(observer, "client", NO_CLIENT_LEVEL))
         else:
             event = Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", uses)
             why = "noise once on the sum over all clients, of which nobody sees a part (trusted or secure aggregation)"
             out.append(Claim(observer, "example", "sound", why, event))
-        out.append(_none(observer, "client", NO_CLIENT_LEVEL))
+            out.append(_by_group(observer))
     return out
 
 
