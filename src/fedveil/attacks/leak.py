@@ -30,7 +30,8 @@ class Leak:
     start weights after `steps` local SGD steps of `batch` examples each with `learning_rate`.
     clip: how the recipe clipped, to `bound`; clip_on "example": each example before the mean, "whole": the
     observed vector once. noise: standard deviation of the noise on the observed vector, one number or one per
-    layer. pruned: zero coordinates were dropped, not measured.
+    layer. pruned: zero coordinates were dropped, not measured. shift, scale: the vector was mapped to (g - shift) /
+    scale before clipping (public statistics).
     """
 
     values: Tensor
@@ -44,6 +45,8 @@ class Leak:
     steps: int = 1
     learning_rate: float = 1.0
     pruned: bool = False
+    shift: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def noisy(self) -> bool:
@@ -92,7 +95,8 @@ def predictor(
 
     def example_gradient(vector: Tensor, x: Tensor, t: Tensor) -> Tensor:
         found = grad(loss)(unflatten(vector, layout), x, t)
-        return torch.cat([found[name].reshape(-1) for name in names])
+        flat = torch.cat([found[name].reshape(-1) for name in names])
+        return flat if leak.scale is None or leak.shift is None else (flat - leak.shift) / leak.scale
 
     def shrink(g: Tensor, bound: float) -> Tensor:
         parts = [g] if clip == "flat" else [g[..., s] for s in slices]
@@ -141,6 +145,8 @@ def infer_labels(
         features = _head_inputs(module, weights, layout, head, images).mean(0)
 
     def rows_of(g: Tensor) -> Tensor:
+        if leak.scale is not None and leak.shift is not None:
+            g = g * leak.scale + leak.shift
         if bias is not None and not leak.noisy:
             return g[:, bias : bias + rows[0]]
         projected = g[:, start : start + layout.sizes[head]].view(-1, *rows) @ features

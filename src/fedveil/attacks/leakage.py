@@ -1,0 +1,336 @@
+"""Gradient leakage measured: take what a recipe exposes at a tap, attack it, score it against the truth.
+
+What is attacked comes from `learning.view`; the attack adds only public knowledge (the recipe's clip and noise
+scale, batch size, learning rate). The truth is used for scoring alone, unless the oracle is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.attacks import metrics
+from fedveil.attacks.gradient import ITERATIONS, Method, Reconstruction, attack
+from fedveil.attacks.leak import Leak
+from fedveil.engines.simulate import Prepared
+from fedveil.errors import UserError
+from fedveil.keys import generator
+from fedveil.learning.round import State, recipe_of, work_of
+from fedveil.learning.view import Seen, view
+from fedveil.runs import store
+
+TYPES = {"2": "type2", "1": "type1", "0": "type0", "0-sanitised": "type0-sanitised"}
+COLOUR_FACTOR = (
+    5  # colour images have four times the unknowns: quasi-Newton attacks get so many times the steps
+)
+
+
+@dataclass(frozen=True)
+class Victims:
+    """What leaked about which images: truth [V, n, ...] and labels [V, n]."""
+
+    leak: Leak
+    images: np.ndarray
+    labels: np.ndarray
+    tap: str
+
+
+def victims_of(prepared: Prepared, state: State, tap: str, count: int, seed: int) -> Victims:
+    """Draw victims and look through the tap.
+
+    type2: `count` examples, each with its own gradient; they are looked at in batches of the run's size, since
+    some recipes let a batch decide the noise. Other taps: `count` clients with one update each. With one local
+    step every update is the mean gradient of one random batch; with more, of the client's own batches."""
+    task, dealt = prepared.task, prepared.partition
+    if prepared.dataset.task != "classification":
+        raise UserError("gradient attacks rebuild classification inputs; this dataset is a regression task.")
+    draw = generator(seed, "victims")
+    batch = max(1, round(task.setting.batch))
+    if tap == "type2":
+        clients = draw.permutation(dealt.clients)
+        seen, rows = [], []
+        for group in range(-(-count // batch)):
+            client = int(clients[group % len(clients)])
+            own = np.asarray(dealt.rows(client))
+            chosen = own[draw.choice(len(own), min(batch, len(own), count - group * batch), replace=False)]
+            seen.append(view(task, state, tap, client, chosen))
+            rows.append(chosen)
+        order = np.concatenate(rows)[:, None]
+        client = int(clients[0])
+        return Victims(_leak(prepared, state, seen, 1, client), task.x[order], task.y[order], tap)
+    clients = draw.permutation(dealt.clients)[:count]
+    if len(clients) < count:
+        raise UserError(
+            f"--victims {count}: an update needs one client each, and this run has {dealt.clients}. "
+            "Lower --victims or raise clients."
+        )
+    seen, rows = [], []
+    for client in clients.tolist():
+        own = np.asarray(dealt.rows(client))
+        if task.setting.steps == 1:
+            chosen = own[draw.choice(len(own), min(batch, len(own)), replace=False)]
+            seen.append(view(task, state, tap, client, chosen))
+        else:
+            used = work_of(task, state, seen[0].moment if seen else _moment(prepared, state), client).rows
+            chosen = used[used >= 0]
+            seen.append(view(task, state, tap, client))
+        rows.append(chosen)
+    width = min(map(len, rows))
+    order = np.stack([r[:width] for r in rows])
+    return Victims(_leak(prepared, state, seen, batch, int(clients[0])), task.x[order], task.y[order], tap)
+
+
+def _moment(prepared: Prepared, state: State) -> Any:
+    from fedveil.learning.round import moment_of
+
+    return moment_of(prepared.task, state)
+
+
+def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client: int) -> Leak:
+    """The observed vectors with what an informed adversary knows about them."""
+    task, first = prepared.task, seen[0]
+    plan, recipe = first.plan, recipe_of(task, client)
+    values = torch.as_tensor(np.concatenate([s.values for s in seen]))
+    noise = float(np.mean([s.noise_scale for s in seen]))
+    known: dict[str, Any] = {"noise": noise}
+    if plan.clip != "none" and plan.bound_rule == "given":
+        known |= {"clip": plan.clip, "bound": plan.bounds[0]}
+    if first.tap == "type2":
+        if recipe.clip.rule == "adaclip":
+            work = work_of(task, state, first.moment, client)
+            known |= {"shift": torch.as_tensor(work.shift), "scale": torch.as_tensor(work.scale)}
+        return Leak(values, task.layout, **known)
+    if recipe.clip.rule == "adaclip":
+        known = {"noise": noise}  # mapped back by the recipe: the clip is no longer a plain bound
+    if recipe.target == "update" and first.tap != "type1" and recipe.clip.kind != "none":
+        known |= {"clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_on": "whole"}
+    return Leak(
+        values,
+        task.layout,
+        kind="update",
+        batch=batch,
+        steps=plan.steps,
+        learning_rate=plan.learning_rate * batch / plan.expected_batch,
+        pruned=first.tap != "type1" and (recipe.prune > 0 or recipe.share < 1),
+        **known,
+    )
+
+
+@dataclass
+class Watcher:
+    """Follows the attack against the truth: when each victim first succeeded, and pictures on the way. With
+    `oracle` it also keeps the image nearest to the truth, which no attacker could choose."""
+
+    truth: np.ndarray
+    pixel_range: tuple[float, float]
+    marks: tuple[int, ...] = ()
+    show: int = 8
+    oracle: bool = False
+    first: dict[int, int] = field(default_factory=dict)
+    pictures: dict[int, np.ndarray] = field(default_factory=dict)
+    nearest: dict[int, tuple[float, np.ndarray]] = field(default_factory=dict)
+
+    def __call__(self, rows: Tensor, images: Tensor, iteration: Tensor) -> None:
+        low, high = self.pixel_range
+        guess = images.detach().numpy()
+        which, when = rows.numpy(), iteration.numpy()
+        if guess.shape[1] == 1 and guess.ndim == 5:
+            error = metrics.mse(self.truth[which, 0], np.clip(guess[:, 0], low, high)) / (high - low) ** 2
+            near = [k for k in np.flatnonzero(error < metrics.STRICT_MSE) if int(which[k]) not in self.first]
+            if near:
+                good = metrics.score(self.truth[which[near], 0], guess[near, 0], self.pixel_range).success()
+                self.first |= {int(which[k]): int(when[k]) for k, ok in zip(near, good, strict=True) if ok}
+            if self.oracle:
+                for k, row in enumerate(which.tolist()):
+                    if error[k] < self.nearest.get(row, (np.inf, None))[0]:
+                        self.nearest[row] = (float(error[k]), guess[k].copy())
+        for mark in self.marks:
+            for k in np.flatnonzero((which < self.show) & (when == mark)).tolist():
+                board = self.pictures.setdefault(mark, np.zeros((self.show, *guess.shape[1:]), np.float32))
+                board[which[k]] = guess[k]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attacked recipe: figures for the report, and images for the gallery."""
+
+    figures: dict[str, Any]
+    truth: np.ndarray
+    guess: np.ndarray
+    pictures: Mapping[int, np.ndarray]
+
+
+def measure(
+    prepared: Prepared,
+    state: State,
+    *,
+    method: Method = "veil",
+    tap: str = "type2",
+    victims: int = 16,
+    seed: int = 0,
+    iterations: int | None = None,
+    restarts: int = 0,
+    oracle: bool = False,
+    aware: bool | None = None,
+    update_as: Literal["gradient", "unroll"] = "gradient",
+    marks: tuple[int, ...] = (1, 10, 30, 100, 300),
+) -> Outcome:
+    """Attack `victims` of a prepared run at `state` and score the result."""
+    dataset, task = prepared.dataset, prepared.task
+    found = victims_of(prepared, state, tap, victims, seed)
+    pixel_range = dataset.pixel_range or (0.0, 1.0)
+    colour = len(dataset.shape) == 3 and dataset.shape[0] > 1
+    if iterations is None:
+        iterations = ITERATIONS[method] * (COLOUR_FACTOR if colour and method != "gradinv" else 1)
+    watcher = Watcher(found.images, pixel_range, marks, oracle=oracle)
+    public = torch.as_tensor(dataset.x_test[:8])  # what the attacker has anyway; scoring never uses it
+    n = found.images.shape[1]
+    unroll = update_as == "unroll" and found.leak.steps > 1
+    result = attack(
+        method,
+        task.module,
+        torch.as_tensor(state.weights),
+        found.leak,
+        shape=dataset.shape,
+        classes=int(dataset.classes or 0),
+        seed=seed,
+        iterations=iterations,
+        restarts=restarts,
+        pixel_range=pixel_range,
+        public=public,
+        aware=aware,
+        update_as=update_as,
+        images_per_victim=n if unroll else min(n, found.leak.batch),
+        watch=watcher,
+    )
+    guess, labels = _matched(found, result, watcher, pixel_range)
+    figures = {
+        "kind": "gradient",
+        "recipe": task.recipe.name,
+        "noise_on": task.recipe.noise_on,
+        "tap": tap,
+        "method": method,
+        "dataset": dataset.name,
+        "model": prepared.config.model,
+        "round": state.round,
+        "seed": seed,
+        **_figures(found, guess, labels, result, watcher, pixel_range, iterations),
+        "controls": metrics.controls(
+            found.images.reshape(-1, *dataset.shape), dataset.x_test.mean(0), pixel_range
+        ),
+        "chosen_by": "oracle (nearest to the truth; no attacker can)" if oracle else "matching loss",
+        "update_as": None if tap == "type2" else result.update_as,
+        "local_steps": None if tap == "type2" else task.setting.steps,
+        "noise_scale": found.leak.layer_noise[0],
+    }
+    return Outcome(figures, found.images, guess, watcher.pictures)
+
+
+def _matched(
+    found: Victims, result: Reconstruction, watcher: Watcher, pixel_range: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reconstructions in the order of the truth; with fewer images than the truth, the best pairing counts."""
+    guess, labels = result.images.numpy().copy(), result.labels.numpy()
+    for victim, (_, image) in watcher.nearest.items():
+        guess[victim] = image
+    n = found.images.shape[1]
+    if n == 1:
+        return guess, labels
+    if guess.shape[1] < n:  # one image set stands for all local steps: repeat it, pairing decides
+        repeat = -(-n // guess.shape[1])
+        guess = np.concatenate([guess] * repeat, 1)[:, :n]
+        labels = np.concatenate([labels] * repeat, 1)[:, :n]
+    for v in range(len(guess)):
+        order = metrics.match(found.images[v], guess[v], pixel_range)
+        guess[v], labels[v] = guess[v][order], labels[v][order]
+    return guess, labels
+
+
+def _figures(
+    found: Victims,
+    guess: np.ndarray,
+    labels: np.ndarray,
+    result: Reconstruction,
+    watcher: Watcher,
+    pixel_range: tuple[float, float],
+    budget: int,
+) -> dict[str, Any]:
+    shape = found.images.shape
+    flat = (-1, *shape[2:])
+    scores = metrics.score(found.images.reshape(flat), guess.reshape(flat), pixel_range)
+    failed = result.failed.numpy()
+    single = shape[1] == 1
+    to_success = [watcher.first.get(v, budget) for v in range(shape[0])]
+    summary: dict[str, float | None] = {**metrics.summary(scores)}
+    if failed.all():
+        summary = dict.fromkeys(summary, None)  # no attack took place: say nothing about the defence
+    return {
+        "victims": shape[0],
+        "batch": shape[1],
+        **summary,
+        "label_accuracy": metrics.label_accuracy(
+            found.labels[:, 0] if single else found.labels, labels[:, 0] if single else labels
+        ),
+        "iterations": float(np.mean(to_success)) if single else float(result.iterations.float().mean()),
+        "iterations_run": float(result.iterations.float().mean()),
+        "iteration_budget": budget,
+        "threshold": {"mse_below": metrics.STRICT_MSE, "ssim_above": metrics.STRICT_SSIM},
+        "threshold_papers": {"mse_below": metrics.PAPERS_MSE},
+        "pixel_range": list(pixel_range),
+        "failed_numerically": int(failed.sum()),
+        "matching_loss": float(result.loss[~result.failed].median()) if not failed.all() else None,
+        "cpu_seconds_per_victim": result.cpu_seconds / shape[0],
+    }
+
+
+def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[str, Any]]:
+    """Run jobs one by one and keep each result as one line of `path`; finished ones are not run again."""
+    done = {row["job"]: row for row in store.read_lines(path)} if path.exists() else {}
+    for name, job in jobs:
+        if name not in done:
+            done[name] = {"job": name, **run(job)}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as out:
+                out.write(json.dumps(done[name]) + "\n")
+    return list(done.values())
+
+
+def gallery(outcomes: Mapping[str, Outcome], path: Path, show: int = 6) -> None:
+    """One picture: originals on top, then each recipe's final reconstructions and those on the way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = next(iter(outcomes.values()))
+    show = min(show, len(first.truth))
+    strips: list[tuple[str, np.ndarray]] = [("original", first.truth[:show, 0])]
+    for name, outcome in outcomes.items():
+        strips += [(f"{name}, step {k}", outcome.pictures[k][:show, 0]) for k in sorted(outcome.pictures)]
+        strips.append((f"{name}, kept", outcome.guess[:show, 0]))
+    figure, axes = pyplot.subplots(
+        len(strips), show, figsize=(1.0 * show + 1.6, 1.0 * len(strips)), squeeze=False, layout="constrained"
+    )
+    for row, (title, images) in enumerate(strips):
+        for column in range(show):
+            axis = axes[row, column]
+            axis.set_xticks([])
+            axis.set_yticks([])
+            image = np.clip(images[column], 0, 1)
+            if image.ndim == 3:
+                axis.imshow(
+                    image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1
+                )
+            else:
+                axis.bar(range(image.size), image.ravel())
+        axes[row, 0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
