@@ -281,6 +281,8 @@ def test_the_picture_is_written_and_wrong_names_are_refused(tmp_path):
     made = partition(data, "shards", 12)
     path = plot_partition(data, made, tmp_path / "new" / "p.png")
     assert path.read_bytes().startswith(b"\x89PNG")
-    plot_partition(table(100, classes=None), partition(table(100, classes=None), "iid", 3), tmp_path / "r.svg")
+    plot_partition(
+        table(100, classes=None), partition(table(100, classes=None), "iid", 3), tmp_path / "r.svg"
+    )
     with pytest.raises(UserError, match="must end in"):
         plot_partition(data, made, tmp_path / "p.txt")

@@ -134,7 +134,10 @@ def frozen():
     ("module", "message"),
     [
         (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), "layer '1'.*BatchNorm1d.*use nn.GroupNorm"),
-        (nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)), "mixes the examples"),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)),
+            "mixes the examples",
+        ),
         (nn.SyncBatchNorm(2), "mixes the examples"),
         (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "track_running_stats=False"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.1)), "hidden randomness.*remove it"),
