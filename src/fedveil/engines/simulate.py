@@ -131,7 +131,7 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
         seed=config.seed,
         message_loss=config.message_loss,
         curve=config.curve,
-        public=None if dataset.x_validation is None else (dataset.x_validation, dataset.y_validation),
+        public=_public(dataset),
     )
     if config.client_epsilons or config.calibrate:
         from fedveil.learning.harmonize import harmonize
@@ -142,6 +142,12 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
     sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
     engine, reason = local.choose(module, sample, config.engine)
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
+
+
+def _public(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
+    if dataset.x_validation is None or dataset.y_validation is None:
+        return None
+    return dataset.x_validation, dataset.y_validation
 
 
 def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:

@@ -74,9 +74,10 @@ class Pass(NamedTuple):
 class Network(Protocol):
     """A model that can push a group of clients through at once."""
 
-    layout: Layout
-    rows: int  # at most so many rows per client and pass (memory, cache)
-
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def rows(self) -> int: ...  # at most so many rows per client and pass (memory, cache)
     def encode(self, flat: Tensor) -> Tensor: ...  # flat order -> the order this network keeps weights in
     def decode(self, own: Tensor) -> Tensor: ...
     def clipped(
@@ -88,12 +89,10 @@ class _Figures:
     """Running figures of a chunk; float64, private to the client's side."""
 
     def __init__(self, clients: int, columns: int, device: torch.device) -> None:
-        zeros = {"dtype": torch.float64, "device": device}
-        self.loss = torch.zeros(clients, **zeros)
-        self.norm_sum = torch.zeros(clients, columns, **zeros)
-        self.norm_max = torch.zeros(clients, columns, **zeros)
-        self.below = torch.zeros(clients, **zeros)
-        self.scale = torch.zeros(clients, **zeros)
+        zero = torch.zeros(clients, dtype=torch.float64, device=device)
+        self.loss, self.below, self.scale = zero, zero.clone(), zero.clone()
+        self.norm_sum = zero[:, None].repeat(1, columns)
+        self.norm_max = self.norm_sum.clone()
 
     def add(self, members: Tensor | slice, result: Pass, mask: Tensor | None) -> None:
         self.loss[members] += result.loss.sum(1, dtype=torch.float64)
@@ -163,7 +162,11 @@ def _stack(
     layers = network.layout.layer_slices()
     whole = plan.clip == "flat"
     figures = _Figures(clients, 1 if whole else len(layers), device)
-    noise = torch.empty(clients, network.layout.size, device=device, dtype=dtype) if plan.noise != "none" else None
+    noise = (
+        torch.empty(clients, network.layout.size, device=device, dtype=dtype)
+        if plan.noise != "none"
+        else None
+    )
     most_rows = int(widths.max(initial=0)) if plan.bound_rule == "median" else network.rows
 
     for step in range(plan.steps):
@@ -177,7 +180,7 @@ def _stack(
             own = weights if everyone else weights[chosen]
             if shift is not None and scale is not None:
                 clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
-            part = torch.zeros_like(own) if width == 0 else None
+            part: Tensor | None = torch.zeros_like(own) if width == 0 else None
             for at in range(0, width, max(most_rows, 1)):
                 end = min(width, at + most_rows)
                 picked = (rows[step, :, at:end] if everyone else rows[step, members, at:end]).reshape(-1)
@@ -194,6 +197,7 @@ def _stack(
                     if bound_used is None:
                         bound_used = weights.new_zeros(clients, 1, result.bound.shape[2])
                     bound_used[chosen] = result.bound
+            assert part is not None
             if total is None:
                 total = part
             else:
@@ -319,7 +323,9 @@ def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> Local
         columns = 1 if plan.clip == "flat" else layout.layers
         none, figures = np.zeros(0), np.zeros((0, columns))
         empty = np.zeros((0, layout.size), np.float32)
-        return LocalResult(empty, np.zeros(0, bool), none, figures, figures, none, none, np.zeros(0, int), none)
+        return LocalResult(
+            empty, np.zeros(0, bool), none, figures, figures, none, none, np.zeros(0, int), none
+        )
     names = LocalResult.__dataclass_fields__
     return LocalResult(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
@@ -352,7 +358,9 @@ def check_targets(outputs: torch.Size, y: Tensor, kind: str) -> None:
     """Refuse targets that the model's outputs cannot have, before any training. `outputs`: shape for one example."""
     if kind == "cross-entropy":
         if len(outputs) != 1:
-            raise UserError(f"The model gives an output of shape {tuple(outputs)} per example; classification needs [classes].")
+            raise UserError(
+                f"The model gives an output of shape {tuple(outputs)} per example; classification needs [classes]."
+            )
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= outputs[0]):
             raise UserError(
                 f"Labels lie between {int(y.min())} and {int(y.max())}, but the model has {outputs[0]} outputs "

@@ -37,7 +37,7 @@ def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, 
         10,
     )
     order = {"sound": 0, "nominal": 1, "none": 2}
-    out = {}
+    out: dict[str, dict[str, str]] = {}
     for observer in OBSERVERS:
         own = sorted(
             (c for c in claims(recipe, setting, now, 500) if c.observer == observer),

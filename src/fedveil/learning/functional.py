@@ -29,7 +29,9 @@ def why_not(module: nn.Module) -> str | None:
     """None if per-example gradients of this module make sense, else the reason, naming the layer."""
     for name, layer in module.named_modules():
         where = f"layer '{name}' ({type(layer).__name__})"
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or not layer.track_running_stats):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
+            layer.training or not layer.track_running_stats
+        ):
             return (
                 f"{where} mixes the examples of a batch, so that no example's influence can be bounded; "
                 "use GroupNorm instead"
@@ -71,8 +73,10 @@ class Net:
     ) -> Pass:
         """See `descent.Network`."""
         results = [
-            self._one(w[None], xs, ys, None if mask is None else mask[k : k + 1], clipping.of(k), loss)
-            for k, (w, xs, ys) in enumerate(zip(weights, x.chunk(len(weights)), y.chunk(len(weights)), strict=True))
+            self._one(
+                weights[k : k + 1], xs, ys, None if mask is None else mask[k : k + 1], clipping.of(k), loss
+            )
+            for k, (xs, ys) in enumerate(zip(x.chunk(len(weights)), y.chunk(len(weights)), strict=True))
         ]
         if len(results) == 1:
             return results[0]
@@ -129,7 +133,9 @@ def train(
     net = Net(module.to(device), layout, max(1, _NUMBERS // max(layout.size, 1)))
     with torch.no_grad():
         first = torch.as_tensor(np.array(start)).to(device, dtype)
-        outputs = functional_call(module, unflatten(first, layout), (data.new_zeros(1, *data.shape[1:]).to(dtype),))
+        outputs = functional_call(
+            module, unflatten(first, layout), (data.new_zeros(1, *data.shape[1:]).to(dtype),)
+        )
     descent.check_targets(outputs.shape[1:], targets, plan.loss)
     size = chunk or 1
     parts = [

@@ -50,7 +50,9 @@ def choose(
     named engine cannot train this model, or none can.
     """
     if engine not in ENGINES:
-        raise UserError(f"engine = '{engine}' is unknown (known: {', '.join(ENGINES)}).{did_you_mean(engine, ENGINES)}")
+        raise UserError(
+            f"engine = '{engine}' is unknown (known: {', '.join(ENGINES)}).{did_you_mean(engine, ENGINES)}"
+        )
     impossible = functional.why_not(module)
     if impossible:
         raise UserError(f"This model cannot be trained with per-example gradients: {impossible}.")
@@ -119,12 +121,8 @@ def train(
     norm (relative 1e-6 in float32), and carries the noise that the plan states, drawn from the client's
     own key. Nothing is promised about the other figures of the result: they stay on the client's side.
     """
-    parts = list(
-        stream(
-            module, start, x, y, work, plan,
-            engine=engine, workers=workers, chunk=chunk, device=device, dtype=dtype, norms=norms,
-        )  # fmt: skip
-    )
+    settings: Any = {"engine": engine, "workers": workers, "chunk": chunk, "device": device, "dtype": dtype}
+    parts = list(stream(module, start, x, y, work, plan, norms=norms, **settings))
     return descent.join(parts, layout_of(module), plan)
 
 
@@ -161,7 +159,11 @@ def stream(
         return
     size = chunk or _chunk(name, module, x, first)
     chunks = iter(lambda: list(islice(clients, size)), [])
-    options = {"dtype": dtype} if name == "reference" else {"dtype": dtype, "chunk": size, "device": device, "norms": norms}
+    options = (
+        {"dtype": dtype}
+        if name == "reference"
+        else {"dtype": dtype, "chunk": size, "device": device, "norms": norms}
+    )
     if count == 1:
         for part in chunks:
             with _one_thread():
@@ -187,11 +189,17 @@ def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork) -> int:
 def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
     """Plans are made by recipes; a wrong one is a bug or a hand-made plan, and must not train quietly."""
     if np.shape(start) != (size,):
-        raise UserError(f"start has shape {np.shape(start)}, but the model has {size} weights: pass flatten(module).")
+        raise UserError(
+            f"start has shape {np.shape(start)}, but the model has {size} weights: pass flatten(module)."
+        )
     if (plan.clip != "none" or plan.noise != "none") and len(plan.bounds) != plan.steps:
-        raise UserError(f"plan.bounds has {len(plan.bounds)} values for {plan.steps} steps: give one per step.")
+        raise UserError(
+            f"plan.bounds has {len(plan.bounds)} values for {plan.steps} steps: give one per step."
+        )
     if plan.noise != "none" and len(plan.multipliers) != plan.steps:
-        raise UserError(f"plan.multipliers has {len(plan.multipliers)} values for {plan.steps} steps: give one per step.")
+        raise UserError(
+            f"plan.multipliers has {len(plan.multipliers)} values for {plan.steps} steps: give one per step."
+        )
     if not plan.expected_batch > 0:
         raise UserError(f"plan.expected_batch = {plan.expected_batch}: it must be positive.")
 

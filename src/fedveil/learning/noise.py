@@ -215,6 +215,14 @@ def staircases(
     return numpy_staircases(key, step, count, lam, nu, first, example)
 
 
+def staircase_shape(multiplier: float, nu: float | None) -> tuple[float, float, float, int, float, float]:
+    """lambda, nu and the constants of the sampler for a plan's multiplier (0: no noise, any shape)."""
+    lam = 1 / multiplier if multiplier else 1.0
+    nu = default_nu(lam) if nu is None else nu
+    per_lam, threshold, slope_in, slope_out = _staircase_constants(lam, nu)
+    return lam, nu, float(per_lam), int(threshold), float(slope_in), float(slope_out)
+
+
 def default_nu(lam: float) -> float:
     """The variance-minimising shape 1 / (1 + e^(lam/2))."""
     return 1 / (1 + math.exp(min(lam / 2, 700.0)))

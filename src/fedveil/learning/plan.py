@@ -98,8 +98,8 @@ class LocalResult:
     the bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier
     [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound
     (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
-    below_count / examples. Means over no example are 0 (unclipped: 1). noise_scale averages over steps (and
-    layers); without noise it is 0.
+    below_count / examples. Means over no example are 0. noise_scale averages over steps (and layers); without
+    noise it is 0. A client that is not finite has zeros in all figures but examples.
     """
 
     delta: np.ndarray

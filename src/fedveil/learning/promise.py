@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fedveil.learning.batches import passes
 from fedveil.learning.recipes import Recipe
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Release, Sampling, Unit
 from fedveil.privacy.records import GROUP
+
+Scope = Literal["holder", "everyone"]
 
 AFTER_UPLOAD: tuple[Observer, ...] = ("server", "participants", "public")
 NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client"
@@ -272,7 +275,6 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
     for observer in AFTER_UPLOAD:
         out += _both_units(
             observer,
-            recipe,
             z,
             Sampling("none"),
             "zero-out",
@@ -298,24 +300,17 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
 
 
 def _both_units(
-    observer: Observer, recipe: Recipe, z: float, sampling: Sampling, relation: Relation, why: str, scope: str
+    observer: Observer, z: float, sampling: Sampling, relation: Relation, why: str, scope: Scope
 ) -> list[Claim]:
-    """Client level with the bound; example level with twice the bound (one example can move an update from
-    anywhere in the ball to anywhere else)."""
+    """Client level with the bound; example level with twice the bound and replace-one neighbours: one example can
+    move an update from anywhere in the ball to anywhere else."""
     divide = 2.0 if relation == "replace-one" else 1.0
     client = Event(Noise("gaussian", z / divide), sampling, relation, "client", 1)
-    example = Event(Noise("gaussian", z / 2), sampling, relation, "example", 1)
-    whole = "holder" if scope == "holder" else "everyone"
+    example = Event(Noise("gaussian", z / 2), sampling, "replace-one", "example", 1)
+    turned = why + "; one example may turn the clipped update around"
     return [
-        Claim(observer, "client", "sound", why, client, whole),  # type: ignore[arg-type]
-        Claim(
-            observer,
-            "example",
-            "sound",
-            why + "; one example may turn the clipped update around",
-            example,
-            whole,
-        ),  # type: ignore[arg-type]
+        Claim(observer, "client", "sound", why, client, scope),
+        Claim(observer, "example", "sound", turned, example, scope),
     ]
 
 
@@ -333,7 +328,7 @@ def _server(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
     else:
         why = "noise once on the sum of clipped updates; the cohort is secret"
         for observer in ("participants", "public"):
-            out += _both_units(observer, recipe, z, sampling, relation, why, "everyone")
+            out += _both_units(observer, z, sampling, relation, why, "everyone")
     return out + _paper_rounds(recipe, setting, now)
 
 

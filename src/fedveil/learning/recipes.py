@@ -221,7 +221,7 @@ def _flat(bound: str | float = 1.0, **more: Any) -> Clip:
 
 
 def _build() -> dict[str, Recipe]:
-    step = {"mechanism": "gaussian", "where": "step"}
+    step: dict[str, Any] = {"mechanism": "gaussian", "where": "step"}
     fed_cdp = Recipe(
         "fed-cdp", "noise on every local step, per example and layer", "P1, P3", clip=_layer(), **step
     )

@@ -106,7 +106,9 @@ def _client(
             velocity += _vector(work.control, dtype)
         weights = weights - plan.learning_rate * velocity
     used = len(losses)
-    healthy = all(map(math.isfinite, losses)) and bool(np.isfinite(norms).all()) and bool(weights.isfinite().all())
+    healthy = (
+        all(map(math.isfinite, losses)) and bool(np.isfinite(norms).all()) and bool(weights.isfinite().all())
+    )
     nothing = _nothing(layout, plan)
     if not healthy:
         return {**nothing, "finite": False, "examples": used}

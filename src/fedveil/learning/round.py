@@ -155,7 +155,8 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
     if recipe.where == "sum":
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0})
-    return LocalPlan(**common, noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on)
+    common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on)
+    return LocalPlan(**common)
 
 
 def work_of(task: Task, state: State, now: Round, client: int) -> ClientWork:
@@ -282,8 +283,7 @@ def merge(
     """
     recipe, setting = task.recipe, task.setting
     if recipe.mechanism == "two-valued":
-        weights, memory, facts = merge_bits(task, state, now, uploads)
-        return _finish(task, state, now, weights, memory, facts)
+        return _finish(task, state, now, *merge_bits(task, state, now, uploads))
     collect = recipe.aggregate in ("fedmed", "connectivity", "scaffold")
     total = np.zeros(task.layout.size)
     kept: list[Upload] = []
