@@ -1,0 +1,181 @@
+"""A module as a list of plain layer descriptions, for the compiled engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedveil.errors import UserError
+
+MOST_LAYERS = 64
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
+Pair = tuple[int, int]
+Image = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """One layer: channels, rows, columns in and out (flat vectors are [n, 1, 1]) and its numbers."""
+
+    kind: str  # linear conv relu tanh sigmoid maxpool avgpool flatten groupnorm
+    name: str
+    before: Image
+    after: Image
+    kernel: Pair = (1, 1)
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    groups: int = 1
+    eps: float = 0.0
+    weight: bool = False
+    bias: bool = False
+
+
+def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers of a (nested) Sequential in order, with their names; `nn.Identity` is left out."""
+    if type(module) is nn.Sequential:
+        parts = [
+            leaves(child, f"{prefix}.{name}" if prefix else name) for name, child in module.named_children()
+        ]
+        return [leaf for part in parts for leaf in part]
+    return [] if type(module) is nn.Identity else [(prefix, module)]
+
+
+def why_not(module: nn.Module) -> str | None:
+    """None if the module can be described, else the reason, with the layer's name."""
+    layers = leaves(module)
+    seen: set[int] = set()
+    flat: bool | None = None  # of the data before this layer; None: not known yet
+    for name, layer in layers:
+        where = f"layer '{name}' ({type(layer).__name__})" if name else f"the model ({type(layer).__name__})"
+        reason, needs_flat = _leaf_reason(layer)
+        if reason:
+            return f"{where} {reason}"
+        parameters = [id(p) for p in layer.parameters()]
+        if seen.intersection(parameters):
+            return f"{where} shares its parameters with another layer"
+        seen.update(parameters)
+        if needs_flat is not None and flat is not None and needs_flat != flat:
+            return (
+                f"{where} does not follow a Flatten layer" if needs_flat else f"{where} follows a flat layer"
+            )
+        flat = True if isinstance(layer, nn.Flatten) else flat if needs_flat is None else needs_flat
+    if not seen:
+        return "the model has no parameters"
+    if not flat:
+        return "the model does not end in a flat output (Flatten or Linear)"
+    if len(layers) > MOST_LAYERS:
+        return f"the model has {len(layers)} layers, more than {MOST_LAYERS}"
+    return None
+
+
+def compile_layers(module: nn.Module, shape: Sequence[int]) -> list[LayerDescription]:
+    """Describe the layers for examples of `shape`; UserError, naming the layer, if that cannot be done."""
+    reason = why_not(module)
+    if reason:
+        raise UserError(f"The native engine cannot train this model: {reason}. Use engine = 'auto'.")
+    out: list[LayerDescription] = []
+    if len(shape) not in (1, 3):
+        layers = leaves(module)
+        if not isinstance(layers[0][1], nn.Flatten):
+            raise UserError(
+                f"The native engine takes examples [n] or [channels, rows, columns], not {list(shape)}."
+            )
+        shape = (math.prod(shape),)
+    now: Image = (shape[0], 1, 1) if len(shape) == 1 else (shape[0], shape[1], shape[2])
+    for name, layer in leaves(module):
+        described = _describe(name, layer, now)
+        if min(described.after) < 1:
+            raise UserError(f"Layer '{name}' ({type(layer).__name__}) has no output for an input of {now}.")
+        out.append(described)
+        now = described.after
+    return out
+
+
+def _leaf_reason(layer: nn.Module) -> tuple[str | None, bool | None]:
+    """(why this layer cannot be described, whether it needs flat data: None if it takes both)."""
+    kind = type(layer)
+    if kind in _ACTIVATIONS:
+        return None, None
+    if isinstance(layer, nn.Flatten) and kind is nn.Flatten:
+        return (None if (layer.start_dim, layer.end_dim) == (1, -1) else "flattens only some axes"), None
+    if isinstance(layer, nn.Linear) and kind is nn.Linear:
+        return None, True
+    if isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
+        if layer.groups != 1:
+            return "has groups", False
+        if layer.dilation != (1, 1):
+            return "is dilated", False
+        if isinstance(layer.padding, str) and layer.padding == "same" and layer.stride != (1, 1):
+            return "has padding 'same' with a stride", False
+        if layer.padding_mode != "zeros":
+            return f"pads with {layer.padding_mode}", False
+        if (
+            isinstance(layer.padding, str)
+            and layer.padding == "same"
+            and any(k % 2 == 0 for k in layer.kernel_size)
+        ):
+            return "has padding 'same' with an even kernel", False
+        return None, False
+    if isinstance(layer, nn.MaxPool2d) and kind is nn.MaxPool2d:
+        wrong = layer.ceil_mode or layer.return_indices or _pair(layer.dilation) != (1, 1)
+        return ("uses ceil_mode, return_indices or dilation" if wrong else None), False
+    if isinstance(layer, nn.AvgPool2d) and kind is nn.AvgPool2d:
+        padded = _pair(layer.padding) != (0, 0) and not layer.count_include_pad
+        wrong = layer.ceil_mode or padded or layer.divisor_override is not None
+        return ("uses ceil_mode, count_include_pad or divisor_override" if wrong else None), False
+    if isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
+        return None, False
+    return "is not a layer it knows", None
+
+
+def _pair(value: int | Sequence[int]) -> Pair:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+def _describe(name: str, layer: nn.Module, before: Image) -> LayerDescription:
+    if type(layer) in _ACTIVATIONS:
+        return LayerDescription(_ACTIVATIONS[type(layer)], name, before, before)
+    if isinstance(layer, nn.Flatten):
+        return LayerDescription("flatten", name, before, (math.prod(before), 1, 1))
+    if isinstance(layer, nn.Linear):
+        _same(name, "inputs", layer.in_features, before[0] if before[1:] == (1, 1) else math.prod(before))
+        after = (layer.out_features, 1, 1)
+        return LayerDescription("linear", name, before, after, weight=True, bias=layer.bias is not None)
+    if isinstance(layer, nn.GroupNorm):
+        _same(name, "channels", layer.num_channels, before[0])
+        affine = layer.affine
+        return LayerDescription(
+            "groupnorm",
+            name,
+            before,
+            before,
+            groups=layer.num_groups,
+            eps=layer.eps,
+            weight=affine,
+            bias=affine,
+        )
+    assert isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d)
+    kernel, stride = _pair(layer.kernel_size), _pair(layer.stride)  # type: ignore[arg-type]
+    if isinstance(layer.padding, str):
+        padding = (kernel[0] // 2, kernel[1] // 2) if layer.padding == "same" else (0, 0)
+    else:
+        padding = _pair(layer.padding)
+    rows, columns = ((before[i + 1] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    if isinstance(layer, nn.Conv2d):
+        _same(name, "channels", layer.in_channels, before[0])
+        after = (layer.out_channels, rows, columns)
+        return LayerDescription(
+            "conv", name, before, after, kernel, stride, padding, weight=True, bias=layer.bias is not None
+        )
+    kind = "maxpool" if isinstance(layer, nn.MaxPool2d) else "avgpool"
+    return LayerDescription(kind, name, before, (before[0], rows, columns), kernel, stride, padding)
+
+
+def _same(name: str, what: str, expected: int, got: int) -> None:
+    if expected != got:
+        raise UserError(
+            f"Layer '{name}' expects {expected} {what} but gets {got}: check the shape of the data."
+        )

@@ -1,0 +1,77 @@
+// Plain data shared by the binding and the per-instruction-set engines. Semantics: learning/plan.py.
+#pragma once
+#include <cstdint>
+
+#include "noise.h"
+
+namespace fedveil {
+
+constexpr int kMaxLayers = 64;
+
+enum Kind : int32_t { LINEAR, CONV, RELU, TANH, SIGMOID, MAXPOOL, AVGPOOL, FLATTEN, GROUPNORM };
+enum Clip : int32_t { CLIP_NONE, CLIP_LAYER, CLIP_FLAT };
+enum NoiseLaw : int32_t { NO_NOISE, GAUSSIAN_LAW, LAPLACE_LAW, STAIRCASE_LAW, JOINT_LAW };
+enum NoiseOn : int32_t { ON_SUM, ON_EXAMPLE, ON_MEAN };
+
+struct Layer {
+    int32_t kind;
+    int32_t unit;            // which clipped layer its parameters are, -1: none
+    int32_t c, h, w;         // input; flat inputs are [c, 1, 1]
+    int32_t oc, oh, ow;      // output
+    int32_t kh, kw, sh, sw, ph, pw;
+    int32_t groups;
+    float eps;
+    int64_t weight, bias;    // offsets in the flat vector, -1: none
+};
+
+struct Net {
+    int32_t count, units;
+    int32_t outputs;
+    int64_t inputs, params;
+    Layer layers[kMaxLayers];
+    int64_t unit_begin[kMaxLayers + 1];  // unit u owns flat parameters unit_begin[u] … unit_begin[u + 1]
+};
+
+struct Plan {
+    int32_t steps;
+    double learning_rate, expected_batch, momentum, proximal, penalty;
+    int32_t clip, noise, noise_on;
+    bool l1, median, l2_max, squared;
+    const double* bounds;       // [steps] or null
+    const double* multipliers;  // [steps] or null
+    const double* lambdas;      // [steps], staircase laws only
+    const double* nus;
+    const StaircaseShape* shapes;
+};
+
+struct Data {
+    const float* x;         // [rows, inputs]
+    const int64_t* labels;  // cross-entropy
+    const float* targets;   // squared error [rows, outputs]
+    const float* start;
+};
+
+struct Client {
+    const int32_t* rows;  // [steps, width], -1 after the last
+    int32_t width;
+    const uint8_t* key;
+    const float *control, *anchor, *shift, *scale;  // or null
+};
+
+struct Result {
+    float* delta;
+    bool finite;
+    double loss, unclipped, noise_scale, below;
+    int64_t examples;
+    double *norm_mean, *norm_max;  // [units], or [1] when clip is flat
+};
+
+struct Engine {
+    const char* name;
+    int lanes;
+    int64_t (*workspace)(const Net&, const Plan&, int width);  // bytes
+    void (*train)(const Net&, const Plan&, const Data&, const Client&, const NoiseKernels&, Cipher, char* workspace,
+                  Result&);
+};
+
+}  // namespace fedveil

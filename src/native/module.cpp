@@ -1,0 +1,278 @@
+// Python binding: arrays by pointer, clients over threads, the interpreter's lock released.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace fedveil;
+
+#define FV_DECLARE(isa)                       \
+    namespace fedveil::isa {                  \
+    extern const Engine engine;               \
+    extern const NoiseKernels noise_kernels;  \
+    }
+FV_DECLARE(base)
+#if defined(FEDVEIL_X86)
+FV_DECLARE(avx2)
+FV_DECLARE(avx512)
+#endif
+
+namespace {
+
+struct Choice {
+    const Engine* engine;
+    const NoiseKernels* noise;
+};
+
+bool supported(const std::string& isa) {
+#if defined(FEDVEIL_X86)
+    if (isa == "avx512")
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
+    if (isa == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return isa == "base";
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> out;
+    for (const char* isa : {"avx512", "avx2", "base"})
+        if (supported(isa)) out.emplace_back(isa);
+    return out;
+}
+
+// "auto": the widest this CPU has.
+Choice choose(const std::string& isa) {
+    const std::string name = isa == "auto" ? instruction_sets().front() : isa;
+    if (!supported(name)) throw std::invalid_argument("this CPU or build has no instruction set '" + name + "'");
+#if defined(FEDVEIL_X86)
+    if (name == "avx512") return {&avx512::engine, &avx512::noise_kernels};
+    if (name == "avx2") return {&avx2::engine, &avx2::noise_kernels};
+#endif
+    return {&base::engine, &base::noise_kernels};
+}
+
+Cipher cipher_for(const std::string& isa) { return isa == "base" ? portable_cipher() : best_cipher(); }
+
+using FloatOut = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
+
+FloatOut noise(nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, uint32_t purpose,
+               const StaircaseShape* shape, const std::string& isa) {
+    if (key.size() != 16) throw std::invalid_argument("a noise key has 16 bytes");
+    if (count < 0 || first < 0 || first + count >= int64_t(1) << 33)
+        throw std::invalid_argument("a noise stream has no such values");
+    const Choice choice = choose(isa);
+    float* out = static_cast<float*>(std::malloc(size_t(count > 0 ? count : 1) * sizeof(float)));
+    if (!out) throw std::bad_alloc();
+    nb::capsule owner(out, [](void* p) noexcept { std::free(p); });
+    AesKey schedule;
+    expand_key(reinterpret_cast<const uint8_t*>(key.c_str()), schedule);
+    {
+        nb::gil_scoped_release release;
+        fill_noise(*choice.noise, cipher_for(isa), {&schedule, uint32_t(step), uint32_t(example), purpose}, shape, first,
+                   count, out);
+    }
+    return FloatOut(out, {size_t(count)}, owner);
+}
+
+using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using DoubleMatrix = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr int kFields = 17;
+
+Net read_net(const Longs& layers, const Floats& eps, const Longs& unit_begin, int64_t inputs, int64_t outputs) {
+    if (layers.ndim() != 2 || layers.shape(1) != kFields || layers.shape(0) < 1 || layers.shape(0) > size_t(kMaxLayers))
+        throw std::invalid_argument("layers must be [1 … 64, 17]");
+    Net net{};
+    net.count = int32_t(layers.shape(0));
+    net.units = int32_t(unit_begin.size()) - 1;
+    if (net.units < 1 || net.units > kMaxLayers) throw std::invalid_argument("1 … 64 layers with parameters");
+    for (int u = 0; u <= net.units; ++u) net.unit_begin[u] = unit_begin.data()[u];
+    net.params = net.unit_begin[net.units];
+    net.inputs = inputs;
+    net.outputs = int32_t(outputs);
+    for (int i = 0; i < net.count; ++i) {
+        const int64_t* f = layers.data() + i * kFields;
+        Layer& l = net.layers[i];
+        int32_t* fields[] = {&l.kind, &l.unit, &l.c, &l.h, &l.w, &l.oc, &l.oh, &l.ow, &l.kh, &l.kw, &l.sh, &l.sw, &l.ph, &l.pw, &l.groups};
+        for (int j = 0; j < 15; ++j) *fields[j] = int32_t(f[j]);
+        l.weight = f[15], l.bias = f[16], l.eps = eps.data()[i];
+    }
+    return net;
+}
+
+const float* vector_or_null(nb::handle value, int64_t size, std::vector<nb::object>& keep) {
+    if (value.is_none()) return nullptr;
+    Floats array = nb::cast<Floats>(value);
+    if (int64_t(array.size()) != size) throw std::invalid_argument("a client's vector has the wrong length");
+    keep.push_back(nb::borrow(value));
+    return array.data();
+}
+
+// Results go into delta [K, P], norms [2, K * units] (mean, max) and facts [K, 6]:
+// finite, loss, unclipped, noise scale, examples, below count.
+void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int64_t inputs, int64_t outputs, nb::dict settings,
+           const Floats& x, std::optional<Longs> labels, std::optional<Floats> targets, const Floats& start,
+           nb::list clients, FloatMatrix delta, DoubleMatrix norms, DoubleMatrix facts, int threads,
+           const std::string& isa) {
+    const Net net = read_net(layers, eps, unit_begin, inputs, outputs);
+    const Choice choice = choose(isa);
+    const Cipher cipher = cipher_for(isa);
+
+    Plan plan{};
+    plan.steps = nb::cast<int>(settings["steps"]);
+    plan.learning_rate = nb::cast<double>(settings["learning_rate"]);
+    plan.expected_batch = nb::cast<double>(settings["expected_batch"]);
+    plan.momentum = nb::cast<double>(settings["momentum"]);
+    plan.proximal = nb::cast<double>(settings["proximal"]);
+    plan.penalty = nb::cast<double>(settings["penalty"]);
+    plan.clip = nb::cast<int>(settings["clip"]);
+    plan.noise = nb::cast<int>(settings["noise"]);
+    plan.noise_on = nb::cast<int>(settings["noise_on"]);
+    plan.l1 = nb::cast<bool>(settings["l1"]);
+    plan.median = nb::cast<bool>(settings["median"]);
+    plan.l2_max = nb::cast<bool>(settings["l2_max"]);
+    plan.squared = nb::cast<bool>(settings["squared"]);
+    std::vector<nb::object> keep;
+    auto doubles = [&](const char* name) -> const double* {
+        nb::object value = settings[name];
+        if (value.is_none()) return nullptr;
+        Doubles array = nb::cast<Doubles>(value);
+        if (int64_t(array.size()) != plan.steps) throw std::invalid_argument(std::string(name) + " needs one value a step");
+        keep.push_back(value);
+        return array.data();
+    };
+    plan.bounds = doubles("bounds");
+    plan.multipliers = doubles("multipliers");
+    plan.lambdas = doubles("lambdas");
+    plan.nus = doubles("nus");
+    const double *per_lambda = doubles("per_lambda"), *threshold = doubles("threshold");
+    const double *slope_in = doubles("slope_in"), *slope_out = doubles("slope_out");
+    std::vector<StaircaseShape> shapes;
+    if (per_lambda && threshold && slope_in && slope_out) {
+        for (int i = 0; i < plan.steps; ++i)
+            shapes.push_back({float(per_lambda[i]), uint32_t(threshold[i]), float(slope_in[i]), float(slope_out[i])});
+        plan.shapes = shapes.data();
+    }
+    if (plan.noise && (!plan.multipliers || (!plan.bounds && !plan.l2_max)))
+        throw std::invalid_argument("noise needs multipliers and bounds");
+    if (plan.clip && !plan.bounds) throw std::invalid_argument("clipping needs bounds");
+    if ((plan.noise == STAIRCASE_LAW && !plan.shapes) || (plan.noise == JOINT_LAW && (!plan.lambdas || !plan.nus)))
+        throw std::invalid_argument("staircase noise needs its shape");
+
+    const int64_t rows_available = x.ndim() ? int64_t(x.shape(0)) : 0;
+    if (int64_t(x.size()) != rows_available * inputs) throw std::invalid_argument("x does not fit the model's input");
+    if (int64_t(start.size()) != net.params) throw std::invalid_argument("start does not fit the model's parameters");
+    if (plan.squared ? !targets || int64_t(targets->size()) != rows_available * outputs
+                     : !labels || int64_t(labels->size()) != rows_available)
+        throw std::invalid_argument("y does not fit x and the loss");
+    const Data data = {x.data(), plan.squared ? nullptr : labels->data(), plan.squared ? targets->data() : nullptr,
+                       start.data()};
+
+    const int64_t count = int64_t(nb::len(clients)), measured = plan.clip == CLIP_FLAT ? 1 : net.units;
+    if (int64_t(delta.shape(0)) != count || int64_t(delta.shape(1)) != net.params || norms.shape(0) != 2 ||
+        int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 6)
+        throw std::invalid_argument("result arrays have the wrong shape");
+    std::vector<Client> work;
+    int widest = 0;
+    for (nb::handle item : clients) {
+        nb::tuple t = nb::cast<nb::tuple>(item);
+        Ints rows = nb::cast<Ints>(t[0]);
+        nb::bytes key = nb::cast<nb::bytes>(t[1]);
+        if (int64_t(rows.shape(0)) != plan.steps) throw std::invalid_argument("rows needs one line a step");
+        if (key.size() != 16) throw std::invalid_argument("a noise key has 16 bytes");
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const int64_t row = rows.data()[i];
+            if (row < -1 || row >= rows_available) throw std::invalid_argument("a row number is outside x");
+            if (row >= 0 && !plan.squared && (data.labels[row] < 0 || data.labels[row] >= outputs))
+                throw std::invalid_argument("a label is outside the model's outputs");
+        }
+        keep.push_back(nb::borrow(item));
+        Client client = {rows.data(), int32_t(rows.shape(1)), reinterpret_cast<const uint8_t*>(key.c_str()), nullptr, nullptr, nullptr, nullptr};
+        client.control = vector_or_null(t[2], net.params, keep);
+        client.anchor = vector_or_null(t[3], net.params, keep);
+        client.shift = vector_or_null(t[4], net.params, keep);
+        client.scale = vector_or_null(t[5], net.params, keep);
+        work.push_back(client);
+        widest = std::max(widest, client.width);
+    }
+
+    const int64_t bytes = choice.engine->workspace(net, plan, widest);
+    const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
+    std::vector<std::unique_ptr<char, void (*)(void*)>> space;
+    for (int i = 0; i < workers; ++i) {
+        char* p = static_cast<char*>(std::aligned_alloc(64, size_t((bytes + 63) / 64 * 64)));
+        if (!p) throw std::bad_alloc();
+        space.emplace_back(p, std::free);
+    }
+    nb::gil_scoped_release release;
+    std::atomic<int64_t> next{0};
+    auto worker = [&](char* workspace) {
+        for (int64_t k; (k = next.fetch_add(1)) < count;) {
+            Result r{};
+            r.delta = delta.data() + k * net.params;
+            r.norm_mean = norms.data() + k * measured;
+            r.norm_max = norms.data() + (count + k) * measured;
+            choice.engine->train(net, plan, data, work[size_t(k)], *choice.noise, cipher, workspace, r);
+            double* f = facts.data() + k * 6;
+            f[0] = r.finite, f[1] = r.loss, f[2] = r.unclipped;
+            f[3] = r.noise_scale, f[4] = double(r.examples), f[5] = r.below;
+        }
+    };
+    std::vector<std::thread> pool;
+    for (int i = 1; i < workers; ++i) pool.emplace_back(worker, space[size_t(i)].get());
+    worker(space[0].get());
+    for (std::thread& thread : pool) thread.join();
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("VERSION") = 1;  // of this interface; learning.native checks it
+    m.def("instruction_sets", &instruction_sets);
+    m.def("normals",
+          [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, const std::string& isa) {
+              return noise(key, step, count, first, example, NORMAL, nullptr, isa);
+          },
+          nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first") = 0, nb::arg("example") = 0,
+          nb::arg("isa") = "auto");
+    m.def("laplaces",
+          [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, int64_t purpose,
+             const std::string& isa) {
+              if (purpose != LAPLACE && purpose != JOINT) throw std::invalid_argument("not a Laplace purpose");
+              return noise(key, step, count, first, example, uint32_t(purpose), nullptr, isa);
+          },
+          nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first") = 0, nb::arg("example") = 0,
+          nb::arg("purpose") = int64_t(LAPLACE), nb::arg("isa") = "auto");
+    m.def("staircases",
+          [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, double per_lambda,
+             int64_t threshold, double slope_in, double slope_out, const std::string& isa) {
+              const StaircaseShape shape = {float(per_lambda), uint32_t(threshold), float(slope_in), float(slope_out)};
+              return noise(key, step, count, first, example, STAIRCASE, &shape, isa);
+          },
+          nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first"), nb::arg("example"),
+          nb::arg("per_lambda"), nb::arg("threshold"), nb::arg("slope_in"), nb::arg("slope_out"),
+          nb::arg("isa") = "auto");
+    m.def("train", &train, nb::arg("layers"), nb::arg("eps"), nb::arg("unit_begin"), nb::arg("inputs"),
+          nb::arg("outputs"), nb::arg("settings"), nb::arg("x"), nb::arg("labels").none(), nb::arg("targets").none(),
+          nb::arg("start"), nb::arg("clients"), nb::arg("delta"), nb::arg("norms"), nb::arg("facts"),
+          nb::arg("threads"), nb::arg("isa") = "auto");
+}
