@@ -1,14 +1,16 @@
 """Public constants used to scale features.
 
-None of these numbers is computed from the data at hand: they are rounded from the public descriptions of the
-datasets, so that scaling releases nothing about the people whose rows are trained on. Values far outside a
-range are clamped.
+They are fixed here and never computed from the rows at hand, so scaling acts on each row alone. Where they come
+from: the value ranges and categories of these public reference datasets, rounded by hand. For the cancer data they
+are rounded from the mean and deviation of all its 569 rows (test rows among them), looked up once when this was
+written. That is fair for a published benchmark; for private data, take the ranges from what the measurement can be,
+not from the rows. Values far outside a range are clamped.
 """
 
 from __future__ import annotations
 
-# Wisconsin breast cancer: where most nuclei lie, for the mean, the standard error and the worst of each
-# measurement; round numbers after the published summaries of these measurements.
+# Wisconsin breast cancer: about one deviation to either side of the mean, for the mean, the standard error and the
+# worst of each measurement (see above for where this comes from).
 _CANCER = {
     "radius": ((10, 18), (0.1, 0.7), (11, 21)),
     "texture": ((15, 24), (0.6, 1.8), (19, 32)),

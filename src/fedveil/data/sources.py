@@ -55,7 +55,7 @@ def _cancer(folder: Path, seed: int) -> Dataset:
     train, test = split_rows(len(x), 426, seed)
     return Dataset(
         "cancer", x[train], y[train], x[test], y[test], classes=2, class_names=("malignant", "benign"),
-        notes=("features scaled by public ranges",),
+        notes=("features scaled by fixed ranges, rounded from the statistics of this public dataset",),
     )  # fmt: skip
 
 
