@@ -28,7 +28,8 @@ ACCOUNTANTS: dict[str, str] = {
     "rdp": "Rényi DP with today's conversion",
     "pld": "privacy-loss distributions",
 }
-MOST_MULTIPLIERS = 200
+MOST_MULTIPLIERS = 200  # beyond this many, multipliers are rounded down onto a grid of GRID values
+GRID = 128
 
 
 class Refused(Exception):
@@ -91,7 +92,7 @@ def _kind(noise: Noise, sampling: Sampling, relation: str, unit: Unit) -> Kind:
     return Kind(noise, rate, batch, relation == "replace-one", unit)
 
 
-def _refuse_odd(kind: Kind, accountant: str) -> None:
+def _refuse_odd(kind: Kind) -> None:
     """Combinations that no accountant can judge."""
     if kind.batch is not None and not kind.replace:
         raise Refused(
@@ -145,12 +146,19 @@ def _round_down(kind: Kind, ratio: float | None) -> Kind:
     return kind._replace(noise=replace(kind.noise, multiplier=lower))
 
 
-def _ratio(kinds: Sequence[Kind] | Mapping[Kind, int], least: float | None) -> float | None:
-    """The finest grid ratio that leaves at most MOST_MULTIPLIERS kinds; None if no rounding is needed."""
-    if least is None and len(kinds) <= MOST_MULTIPLIERS:
-        return None
-    ratio = least or 1.0005
-    while len({_round_down(kind, ratio) for kind in kinds}) > MOST_MULTIPLIERS and ratio < 4:
+def _ratio(kinds: Mapping[Kind, int], least: float | None) -> float:
+    """The finest grid ratio that leaves at most GRID kinds (more only if there are many other noises)."""
+    ratio, others = least or 1.0005, 0
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for kind in kinds:
+        if kind.noise.mechanism in ("gaussian", "laplace"):
+            family = (kind.noise.mechanism, kind.noise.norm, kind.noise.dimension, kind.rate, kind.batch)
+            groups.setdefault(family, []).append(math.log(kind.noise.multiplier))
+        else:
+            others += 1
+    room = max(GRID - others, len(groups))
+    logs = [np.array(values) for values in groups.values()]
+    while sum(len(np.unique(np.floor(values / math.log(ratio)))) for values in logs) > room and ratio < 64:
         ratio = 1 + 1.25 * (ratio - 1)
     return ratio
 
@@ -249,13 +257,13 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
     """Solve the composition of what `memo` holds and `extra`."""
     counts = _merge(memo.counts, list(extra.items()))
     for kind in extra:
-        _refuse_odd(kind, accountant)
+        _refuse_odd(kind)
     some = next(iter(counts))
     if any(kind.replace != some.replace or kind.unit != some.unit for kind in extra):
         raise Refused("events about different units or neighbouring relations do not compose into one epsilon")
     if accountant not in ("pld", "rdp", "moments"):
         return _Memo(counts)
-    ratio = memo.ratio
+    ratio: float | None = memo.ratio
     kinds = memo.kinds | {_round_down(kind, ratio) for kind in extra}
     fresh = memo.solution is None
     if len(kinds) > MOST_MULTIPLIERS:
@@ -264,8 +272,6 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
         kinds = frozenset(_round_down(kind, ratio) for kind in counts)
     todo = _rounded(counts if fresh else extra, ratio)
     if accountant == "pld":
-        if all(_pure(kind) < math.inf for kind in todo):
-            pass  # nothing special: pure mechanisms have finite losses
         losses: dict[pld.Sampled, int] = {}
         for kind, n in todo.items():
             release, copies = _loss(kind)
@@ -388,7 +394,7 @@ def participation_epsilon(event: Event, rounds: int, rate: float, delta: float) 
     if rounds == 0 or event.steps == 0:
         return Answer("pld", 0.0, 0.0, "sound", "nothing was released")
     try:
-        _refuse_odd(kind, "pld")
+        _refuse_odd(kind)
         release, copies = _loss(kind)
         value = pld.visible_rounds(release, checks.count("steps", event.steps) * copies, rounds, rate, delta)
         if math.isinf(value):

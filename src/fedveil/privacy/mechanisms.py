@@ -125,14 +125,10 @@ def _laplace_renyi(orders: Array, shift: float) -> Array:
     """Rényi divergences of unit Laplace noise at `shift`; accurate for tiny shifts, finite for huge ones."""
     if shift == 0:
         return np.zeros_like(orders)
-    up, down = orders * np.expm1((orders - 1) * min(shift, 1.0)), (orders - 1) * np.expm1(-orders * shift)
-    small = np.log1p((up + down) / (2 * orders - 1))  # used where nothing overflows
-    large = np.logaddexp(
-        np.log(orders / (2 * orders - 1)) + (orders - 1) * shift,
-        np.log((orders - 1) / (2 * orders - 1)) - orders * shift,
-    )
-    tiny = (orders - 1) * shift < 1
-    return np.where(tiny & (shift <= 1), small, large) / (orders - 1)
+    rise, fall = (orders - 1) * shift, orders * shift
+    small = np.log1p((orders * np.expm1(np.minimum(rise, 1)) + (orders - 1) * np.expm1(-fall)) / (2 * orders - 1))
+    large = np.logaddexp(np.log(orders / (2 * orders - 1)) + rise, np.log((orders - 1) / (2 * orders - 1)) - fall)
+    return np.where(rise < 1, small, large) / (orders - 1)
 
 
 def best_nu(lam: float) -> float:

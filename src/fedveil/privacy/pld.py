@@ -219,13 +219,6 @@ def _spectrum(law: Law, size: int) -> np.ndarray:
     return fft.rfft(wrapped)
 
 
-def _multiply(product: np.ndarray, factor: np.ndarray, power: int) -> None:
-    """product *= factor ** power in place; frequencies that have died out are left at 0."""
-    alive = np.flatnonzero(np.abs(product) > 1e-24)
-    product[alive] *= factor[alive] ** power
-    product[np.abs(product) <= 1e-24] = 0
-
-
 @dataclass(frozen=True)
 class Composed:
     """The composition of many releases in one direction, kept as a spectrum so that more can be added."""
@@ -239,15 +232,22 @@ class Composed:
     count: int
     reach: tuple[int, int] = (0, 0)  # loss indices that cannot be left
 
-    def times(self, law: Law, count: int, moments: Array) -> Composed:
-        """Compose with `count` more releases of `law`."""
-        spectrum = self.spectrum.copy()
-        _multiply(spectrum, _spectrum(law, self.size), count)
-        finite = self.finite + count * math.log1p(-min(law.infinite, 1 - 1e-12))
-        low, high = self.reach
-        reach = (low + count * law.first, high + count * (law.first + len(law.probs) - 1))
-        return Composed(self.step, self.orders, self.moments + count * moments, spectrum, self.size, finite,
-                        self.count + count, reach)  # fmt: skip
+    def times(self, laws: Sequence[tuple[Law, int]], moments: Sequence[Array]) -> Composed:
+        """Compose with more releases: laws with counts, and their log moments at `orders`."""
+        alive = np.flatnonzero(np.abs(self.spectrum) > 1e-24)  # the other frequencies have died out
+        product = self.spectrum[alive]
+        finite, count, (low, high) = self.finite, self.count, self.reach
+        for law, n in laws:
+            product = product * _spectrum(law, self.size)[alive] ** n
+            keep = np.abs(product) > 1e-24
+            if keep.sum() < 0.5 * len(keep):
+                alive, product = alive[keep], product[keep]
+            finite += n * math.log1p(-min(law.infinite, 1 - 1e-12))
+            count, low, high = count + n, low + n * law.first, high + n * (law.first + len(law.probs) - 1)
+        spectrum = np.zeros_like(self.spectrum)
+        spectrum[alive] = product
+        total = self.moments + np.sum([n * m for (_, n), m in zip(laws, moments, strict=True)], axis=0)
+        return Composed(self.step, self.orders, total, spectrum, self.size, finite, count, (low, high))
 
     def window(self) -> tuple[int, int]:
         """Loss indices outside which at most TAIL mass lies on each side."""
@@ -288,10 +288,8 @@ def begin(laws: Sequence[tuple[Law, int]], step: float, scale: float, growth: fl
     if high - low > 2 * MOST_CELLS:
         return None
     size = fft.next_fast_len(int((high - low + 2) * growth) + 1, real=True)
-    state = Composed(step, orders, np.zeros_like(orders), np.ones(size // 2 + 1, complex), size, 0.0, 0)
-    for (law, count), m in zip(laws, moments, strict=True):
-        state = state.times(law, count, m)
-    return state
+    nothing = Composed(step, orders, np.zeros_like(orders), np.ones(size // 2 + 1, complex), size, 0.0, 0)
+    return nothing.times(laws, moments)
 
 
 def epsilon(law: Law, step: float, delta: float) -> float:
@@ -339,6 +337,10 @@ def _shape(release: Sampled) -> tuple[float, tuple[float, float]]:
     return variance(release), _range(release)
 
 
+def _extend(state: Composed, laws: Sequence[tuple[Law, int]]) -> Composed:
+    return state.times(laws, [_log_moments(law, state.step, state.orders) for law, _ in laws])
+
+
 @dataclass(frozen=True)
 class Solved:
     """A composition of sampled releases in both directions; `more` extends it, `epsilon` reads it."""
@@ -355,14 +357,10 @@ class Solved:
             counts[release] = counts.get(release, 0) + n
         wanted = choose_step([(*_shape(r), n) for r, n in counts.items()])
         if wanted >= self.step / 2:
-            up, down = self.up, self.down
-            same = up is down and all(_discretised(r, self.step).symmetric for r in extra)
-            for release, n in extra.items():
-                laws = _discretised(release, self.step)
-                up = up.times(laws.up, n, _log_moments(laws.up, self.step, up.orders))
-                if not same:
-                    down = down.times(laws.down, n, _log_moments(laws.down, self.step, down.orders))
-            down = up if same else down
+            laws = [(_discretised(release, self.step), n) for release, n in extra.items()]
+            same = self.up is self.down and all(law.symmetric for law, _ in laws)
+            up = _extend(self.up, [(law.up, n) for law, n in laws])
+            down = up if same else _extend(self.down, [(law.down, n) for law, n in laws])
             if all(side.window()[1] - side.window()[0] < side.size for side in (up, down)):
                 return Solved(counts, self.step, up, down)
         return solve(counts, growth=2.0)

@@ -49,13 +49,14 @@ def _integer_log_moments(noise: Noise, rate: float, orders: list[int]) -> Array:
     powers = np.arange(2, top + 1)
     rise = (powers - 1) * vector_guarantee(noise).renyi(powers.astype(float))
     gain = np.where(rise > 30, rise + np.log1p(-np.exp(-np.maximum(rise, 30))), np.log(np.expm1(np.minimum(rise, 30))))
+    factorials = special.gammaln(np.arange(top + 1) + 1)
+    weight = gain + powers * (math.log(rate) - math.log1p(-rate)) - factorials[2:]
     result = np.zeros(len(orders))
     for i, a in enumerate(orders):
         if a >= 2:
-            k = powers[: a - 1]
-            choose = special.gammaln(a + 1) - special.gammaln(k + 1) - special.gammaln(a - k + 1)
-            terms = choose + k * math.log(rate) + (a - k) * math.log1p(-rate) + gain[: a - 1]
-            result[i] = np.logaddexp(0.0, special.logsumexp(terms))
+            terms = factorials[a] + a * math.log1p(-rate) + weight[: a - 1] - factorials[a - 2 :: -1][: a - 1]
+            most = terms.max()
+            result[i] = np.logaddexp(0.0, most + math.log(np.exp(terms - most).sum()))
     return result
 
 

@@ -1,16 +1,37 @@
-"""How sigma or the clip bound moves over a run (bodies follow)."""
+"""How sigma or the clip bound moves over a run: data-independent, positive, known in advance.
+
+A schedule given by end points reaches `last` at t = total (one past the final step), one given by a rate loses
+that share of `first` per step (or per stair). Steps are rounds or local iterations (`by`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from fedveil.errors import UserError
+from fedveil.privacy import checks
+from fedveil.privacy.mechanisms import Array
 
 ScheduleKind = Literal["constant", "linear", "staircase", "exponential", "cosine-cyclic", "triangular-cyclic"]
+KINDS: tuple[str, ...] = get_args(ScheduleKind)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A data-independent sequence of positive numbers. `value(t, total)` with t = 0, ..., total-1."""
+    """A sequence of positive numbers; `value(t, total)` with t = 0, ..., total - 1.
+
+    linear       first (1 - rate t)
+    staircase    first (1 - rate floor(t / every)); `every` defaults to a tenth of the run
+    exponential  first exp(-rate t)
+    cosine-cyclic      first/2 (1 + cos(pi t' / period)), restarting at first `cycles` times; never below `floor`
+    triangular-cyclic  from a peak down to `floor` and up again, half a cycle taking `every` steps; the peak
+                       moves from first to last, or loses the share `rate` per cycle
+    """
 
     kind: ScheduleKind
     first: float
@@ -21,10 +42,135 @@ class Schedule:
     floor: float | None = None
     by: Literal["round", "iteration"] = "round"
 
+    def __post_init__(self) -> None:
+        checks.one_of("schedule", self.kind, KINDS)
+        checks.one_of("schedule's 'by'", self.by, ("round", "iteration"))
+        checks.positive("schedule's first value", self.first)
+        checks.count("schedule's cycles", self.cycles, 1)
+        for name in ("last", "floor"):
+            if getattr(self, name) is not None:
+                checks.positive(f"schedule's {name}", getattr(self, name))
+        if self.every is not None:
+            checks.count("schedule's every", self.every, 1)
+        if self.rate is not None:
+            checks.positive("schedule's rate", self.rate)
+            if self.last is not None:
+                raise UserError(f"A {self.kind} schedule takes either a last value or a rate, not both.")
+        cyclic = self.kind in ("cosine-cyclic", "triangular-cyclic")
+        if cyclic and self.floor is None:
+            raise UserError(
+                f"A {self.kind} schedule falls towards 0 in every cycle, where epsilon explodes: give a floor, "
+                f"e.g. {self.kind}:{self.first:g}:floor={self.first / 4:g}."
+            )
+        if cyclic and self.floor is not None and self.floor > self.first:
+            raise UserError(f"schedule's floor must be at most the first value {self.first:g}, got {self.floor:g}.")
+        if self.kind in ("linear", "staircase", "exponential") and self.last is None and self.rate is None:
+            raise UserError(f"A {self.kind} schedule needs a last value ({self.kind}:15:4.85) or a rate=.")
+
     def value(self, t: int, total: int) -> float:
-        raise NotImplementedError
+        """The value at step t of `total`."""
+        total = checks.count("schedule's total", total, 1)
+        if not 0 <= t < total:
+            raise UserError(f"schedule step must be from 0 to {total - 1}, got {t}.")
+        number = self._raw(t, total)
+        if self.floor is not None:
+            number = max(number, self.floor)
+        if not number > 0:
+            raise UserError(f"The {self.kind} schedule reaches {number:g} at step {t} of {total}: give a lower rate.")
+        return number
+
+    def _raw(self, t: int, total: int) -> float:
+        last = self.first if self.last is None else self.last
+        if self.kind == "constant":
+            return self.first
+        if self.kind == "linear":
+            rate = (1 - last / self.first) / total if self.rate is None else self.rate
+            return self.first * (1 - rate * t)
+        if self.kind == "staircase":
+            every = self.every or max(1, math.ceil(total / 10))
+            rate = (1 - last / self.first) / (total / every) if self.rate is None else self.rate
+            return self.first * (1 - rate * (t // every))
+        if self.kind == "exponential":
+            rate = math.log(self.first / last) / total if self.rate is None else self.rate
+            return self.first * math.exp(-rate * t)
+        if self.kind == "cosine-cyclic":
+            period = math.ceil(total / self.cycles)
+            return self.first / 2 * (math.cos(math.pi * (t % period) / period) + 1)
+        half = self.every or max(1, math.ceil(total / (2 * self.cycles)))
+        cycle = t // (2 * half)
+        peak = self.first + (last - self.first) * t / total
+        if self.rate is not None:
+            peak = self.first * (1 - min(self.rate, 1.0)) ** cycle
+        bottom = min(self.floor or 0.0, peak)
+        return bottom + (peak - bottom) * abs(1 - (t % (2 * half)) / half)
+
+    def values(self, total: int) -> Array:
+        """All values of a run of `total` steps."""
+        return np.array([self.value(t, total) for t in range(total)])
+
+    def per_iteration(self, rounds: int, iterations: int = 1) -> Array:
+        """One value per local iteration of a run, whichever clock the schedule uses."""
+        if self.by == "iteration":
+            return self.values(rounds * iterations)
+        return np.repeat(self.values(rounds), iterations)
 
 
 def parse(text: str) -> Schedule:
-    """Read e.g. "6", "constant:6", "linear:15:4.85", "exponential:15:4.85:iteration"."""
-    raise NotImplementedError
+    """Read "6", "constant:6", "linear:15:4.85", "staircase:15:4.85:every=10", "exponential:15:rate=0.01",
+    "cosine-cyclic:15:floor=4:cycles=5"; add ":iteration" to move with local iterations."""
+    kind, *rest = str(text).strip().split(":")
+    if not rest:
+        kind, rest = "constant", [kind]
+    checks.one_of("schedule", kind, KINDS)
+    numbers: list[float] = []
+    named: dict[str, object] = {}
+    for part in rest:
+        name, equals, value = part.partition("=")
+        if part in ("round", "iteration"):
+            named["by"] = part
+        elif not equals:
+            numbers.append(_float(text, part))
+        elif name in ("rate", "floor", "last"):
+            named[name] = _float(text, value)
+        elif name in ("every", "cycles"):
+            named[name] = checks.count(f"schedule's {name}", value, 1)
+        elif name == "by":
+            named["by"] = value
+        else:
+            raise UserError(f"schedule {text!r}: unknown part {part!r}; known: rate=, floor=, every=, cycles=, by=.")
+    if not 1 <= len(numbers) <= (1 if kind == "constant" else 2):
+        raise UserError(f"schedule {text!r}: expected kind:first[:last], e.g. linear:15:4.85.")
+    if len(numbers) == 2:
+        named["last"] = numbers[1]
+    return Schedule(kind, numbers[0], **named)  # type: ignore[arg-type]
+
+
+def _float(text: str, part: str) -> float:
+    try:
+        return float(part)
+    except ValueError:
+        raise UserError(f"schedule {text!r}: {part!r} is not a number.") from None
+
+
+def by_iteration(schedule: Schedule) -> Schedule:
+    """The same schedule moving with local iterations."""
+    return replace(schedule, by="iteration")
+
+
+# What the published numbers were really computed from (papers.py reproduces them).
+
+AUTHORS_STEP_EPSILON: dict[str, Callable[[Array], Array]] = {
+    # epsilon of step t before amplification; sigma_t = sqrt(2 ln 125000) / epsilon_t
+    "linear": lambda t: t / 10000 + 0.30747,
+    "staircase": lambda t: 0.1 * np.floor(t / 1000) + 0.35747,
+    "exponential": lambda t: np.exp(1.664 * t / 10000 - 1.1809),
+}
+
+AUTHORS_ROUND_SIGMA: dict[str, Callable[[Array], Array]] = {
+    # sigma of round t = 0, ..., 99 in the released training code
+    "linear": lambda t: 15 - 10.15 * t / 100,
+    "exponential": lambda t: np.exp((100 - t) * 1.13 / 100 + 1.58),
+    "cosine": lambda t: 15 * np.cos(1.24 * t / 100),
+    # operator precedence floors the product, so this one steps through whole numbers and ends at 4
+    "staircase": lambda t: np.floor(-1.015 * t / 10) + 15,
+}
