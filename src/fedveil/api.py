@@ -15,8 +15,9 @@ from fedveil.data.datasets import Dataset
 from fedveil.engines import simulate
 from fedveil.engines.simulate import OnRound
 from fedveil.errors import UserError
-from fedveil.learning.recipes import Recipe, catalogue, get, with_changes
+from fedveil.learning.recipes import Recipe, as_text, catalogue, get, with_changes
 from fedveil.models.layout import layout_of, load
+from fedveil.privacy.schedules import Schedule
 from fedveil.runs.config import load_config, make_config
 from fedveil.runs.store import open_run
 
@@ -214,7 +215,7 @@ def _parts(value: Recipe) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    return str(value) if type(value).__name__ == "Schedule" else value
+    return as_text(value) if isinstance(value, Schedule) else value
 
 
 def _result(

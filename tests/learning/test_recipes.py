@@ -4,7 +4,8 @@ import pytest
 
 from fedveil.errors import UserError
 from fedveil.learning.describe import describe_all
-from fedveil.learning.recipes import Recipe, catalogue, get, with_changes
+from fedveil.learning.recipes import Recipe, as_text, catalogue, get, with_changes
+from fedveil.privacy.schedules import parse
 
 PAPERS = {
     "non-private",
@@ -98,3 +99,18 @@ def test_descriptions_carry_a_verdict_for_each_observer():
     assert rows["fed-sdp"]["verdicts"]["public"] == "sound"
     assert rows["non-private"]["verdicts"]["public"] == "none"
     assert rows["random-noise"]["verdicts"]["server"] == "none"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "6",
+        "linear:15:4.85",
+        "staircase:15:4.85:every=10",
+        "exponential:15:rate=0.01:iteration",
+        "cosine-cyclic:15:floor=4:cycles=3",
+        "triangular-cyclic:9:5:floor=1:every=7",
+    ],
+)
+def test_schedules_survive_being_written_down(text):
+    assert parse(as_text(parse(text))) == parse(text)

@@ -20,6 +20,19 @@ def constant(value: float) -> Schedule:
     return Schedule("constant", float(value))
 
 
+def as_text(schedule: Schedule) -> str:
+    """The text that `parse` reads back to the same schedule."""
+    parts = [schedule.kind, f"{schedule.first!r}"]
+    if schedule.last is not None:
+        parts.append(f"{schedule.last!r}")
+    for name in ("rate", "every", "floor"):
+        if getattr(schedule, name) is not None:
+            parts.append(f"{name}={getattr(schedule, name)!r}")
+    if schedule.kind.endswith("cyclic"):
+        parts.append(f"cycles={schedule.cycles}")
+    return ":".join(parts) + (":iteration" if schedule.by == "iteration" else "")
+
+
 ClipRule = Literal["given", "median", "quantile", "adaclip"]
 Where = Literal["nowhere", "step", "client", "server", "sum"]
 MechanismKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase", "two-valued"]
@@ -229,7 +242,7 @@ def _build() -> dict[str, Recipe]:
         "linear": "linear:15:4.85",
         "staircase": "staircase:15:4.85",
         "exponential": "exponential:15:4.85",
-        "cyclic": "cosine-cyclic:15:4.85",
+        "cyclic": "cosine-cyclic:15:floor=4.85",
     }
     central = replace(fed_cdp, family="central", paper="P2", cohort="all")
     half, down = _layer("linear:4:2"), parse("linear:15:4.85")

@@ -1,0 +1,111 @@
+"""The public API: bring data, pick a recipe, run, read the ledger, continue, export; protect a central loop."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import fedveil as fv
+
+
+def blobs(seed=0, n=240):
+    draw = np.random.default_rng(seed)
+    y = draw.integers(0, 2, n)
+    x = (draw.normal(size=(n, 6)) + 2 * y[:, None]).astype(np.float32)
+    return x[:160], y[:160], x[160:], y[160:]
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def test_importing_the_package_does_not_load_torch():
+    code = "import sys, fedveil, fedveil.privacy.accountants; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_run_own_data_and_model_with_a_callback(tmp_path):
+    seen = []
+    result = fv.run(
+        "fed-cdp-sound", data=fv.dataset(*blobs()), model=net(), clients=4, partition="iid", rounds=3, local_steps=4,
+        batch_size=10, sigma=0.5, clip_bound=1.0, learning_rate=0.5, out=tmp_path / "run", on_round=lambda f: seen.append(f.round),
+    )  # fmt: skip
+    assert seen == [1, 2, 3]
+    assert result.epsilon("server", "example") > 0
+    assert result.epsilon("server", "example", "nominal") is None
+    x_test, y_test = blobs()[2:]
+    predicted = result.module(torch.as_tensor(x_test)).argmax(1).numpy()
+    assert (predicted == y_test).mean() == pytest.approx(result.accuracy)
+    assert set(result.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_a_recipe_value_is_run_as_it_is(tmp_path):
+    recipe = fv.recipe("fed-cdp", sigma="linear:3:2", **{"clip.kind": "flat"})
+    result = fv.run(
+        recipe,
+        data=fv.dataset(*blobs()),
+        model=net(),
+        clients=2,
+        partition="iid",
+        rounds=2,
+        local_steps=2,
+        out=tmp_path / "r",
+    )
+    config = fv.open_run(tmp_path / "r").config
+    assert config.built_recipe() == recipe
+    assert result.facts["rounds"] == 2
+
+
+def test_resume_continues_with_own_data(tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(facts):
+        if facts.round == 2:
+            raise Stop
+
+    settings = {"clients": 2, "partition": "iid", "rounds": 4, "local_steps": 2, "checkpoint_every": 1}
+    whole = fv.run("fed-cdp", data=fv.dataset(*blobs()), model=_seeded(), out=tmp_path / "whole", **settings)
+    with pytest.raises(Stop):
+        fv.run(
+            "fed-cdp",
+            data=fv.dataset(*blobs()),
+            model=_seeded(),
+            out=tmp_path / "cut",
+            on_round=stop,
+            **settings,
+        )
+    again = fv.resume(tmp_path / "cut", data=fv.dataset(*blobs()), model=_seeded())
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+
+
+def _seeded():
+    torch.manual_seed(0)
+    return net()
+
+
+def test_protect_trains_one_module_without_federation(tmp_path):
+    result = fv.protect(
+        net(),
+        *blobs(),
+        recipe="dp-dynsigma",
+        steps=20,
+        batch_size=32,
+        learning_rate=0.5,
+        out=tmp_path / "run",
+    )
+    assert result.facts["rounds"] == 10
+    assert result.epsilon("public", "example") > 0
+
+
+def test_own_arrays_are_checked():
+    x, y, x_test, y_test = blobs()
+    with pytest.raises(fv.UserError, match="labels"):
+        fv.dataset(x, y[:-1], x_test, y_test)
+    x = x.copy()
+    x[7, 0] = np.nan
+    with pytest.raises(fv.UserError, match="7"):
+        fv.dataset(x, y, x_test, y_test)
