@@ -16,7 +16,8 @@ import numpy as np
 
 from fedveil.privacy import checks, formulas, pld, renyi
 from fedveil.privacy.events import Event, Noise, Sampling, Unit, Verdict
-from fedveil.privacy.mechanisms import Array, check_noise, vector_guarantee
+from fedveil.privacy.mechanisms import Array, check_noise
+from fedveil.privacy.vectors import vector_guarantee
 
 ACCOUNTANTS: dict[str, str] = {
     "basic": "sum of the steps' epsilons",
@@ -110,7 +111,9 @@ def _loss(kind: Kind) -> tuple[pld.Sampled, int]:
     if guarantee.pair is None:
         raise Refused(guarantee.refusal)
     if kind.rate < 1 and guarantee.copies > 1:
-        raise Refused("sampling before several independent copies has no privacy-loss distribution here: use rdp")
+        raise Refused(
+            "sampling before several independent copies has no privacy-loss distribution here: use rdp"
+        )
     return pld.Sampled(guarantee.pair, kind.rate, one_sided=not kind.replace), guarantee.copies
 
 
@@ -120,7 +123,9 @@ def _divergences(kind: Kind, orders: tuple[float, ...]) -> Array:
         return renyi.plain(kind.noise, orders)
     if kind.batch is not None:
         if kind.noise.mechanism != "gaussian":
-            raise Refused("the Rényi bound for batches of fixed size is known here for Gaussian noise only: use pld")
+            raise Refused(
+                "the Rényi bound for batches of fixed size is known here for Gaussian noise only: use pld"
+            )
         return renyi.fixed_size(kind.noise.multiplier, *kind.batch, orders)
     if kind.replace:
         raise Refused("the Rényi bound for Poisson sampling needs zero-out or add-remove neighbours: use pld")
@@ -184,7 +189,7 @@ class _Memo:
     kinds: frozenset[Kind] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Composition:
     """An immutable running composition. `add` costs nothing; `answer` solves only what was added since."""
 
@@ -260,7 +265,9 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
         _refuse_odd(kind)
     some = next(iter(counts))
     if any(kind.replace != some.replace or kind.unit != some.unit for kind in extra):
-        raise Refused("events about different units or neighbouring relations do not compose into one epsilon")
+        raise Refused(
+            "events about different units or neighbouring relations do not compose into one epsilon"
+        )
     if accountant not in ("pld", "rdp", "moments"):
         return _Memo(counts)
     ratio: float | None = memo.ratio
@@ -297,7 +304,9 @@ def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
     if accountant == "pld":
         value = memo.solution.epsilon(delta)
         if math.isinf(value):
-            raise Refused(f"delta = {delta:g} is below the numerical floor of privacy-loss distributions: use rdp")
+            raise Refused(
+                f"delta = {delta:g} is below the numerical floor of privacy-loss distributions: use rdp"
+            )
         return Answer("pld", value, delta, "sound", note)
     if accountant == "rdp":
         return Answer("rdp", renyi.to_epsilon(renyi.TODAY, memo.solution, delta), delta, "sound", note)
@@ -312,7 +321,9 @@ def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
 def _note(memo: _Memo) -> str:
     some = next(iter(memo.counts))
     words = [f"{'replace-one' if some.replace else 'zero-out or add-remove'} neighbours"]
-    words += sorted({vector_guarantee(k.noise).reason for k in memo.counts if k.noise.mechanism != "gaussian"})
+    words += sorted(
+        {vector_guarantee(k.noise).reason for k in memo.counts if k.noise.mechanism != "gaussian"}
+    )
     if memo.ratio is not None:
         words.append(f"multipliers rounded down by at most {100 * (memo.ratio - 1):.2g}%")
     return "; ".join(words)
@@ -330,10 +341,14 @@ def _judge_zcdp(counts: Mapping[Kind, int], delta: float, note: str) -> Answer:
     value = formulas.concentrated(rho, delta)
     if not sampled:
         return Answer("zcdp", value, delta, "sound", note)
-    return Answer("zcdp", value, delta, "nominal", "rho = q^2/sigma^2 is not a valid bound for sampled steps: use pld")
+    return Answer(
+        "zcdp", value, delta, "nominal", "rho = q^2/sigma^2 is not a valid bound for sampled steps: use pld"
+    )
 
 
-def _judge_steps(accountant: str, honest: bool, counts: Mapping[Kind, int], delta: float, note: str) -> Answer:
+def _judge_steps(
+    accountant: str, honest: bool, counts: Mapping[Kind, int], delta: float, note: str
+) -> Answer:
     """basic, advanced, optimal: every Gaussian step is (eps0, delta0)-DP, amplified to (eA, q delta0)."""
     kinds, n = list(counts), np.array(list(counts.values()), float)
     rates = np.array([kind.rate for kind in kinds])
@@ -366,7 +381,9 @@ def _judge_steps(accountant: str, honest: bool, counts: Mapping[Kind, int], delt
         raise Refused("the formula overflows for epsilons this large: use pld")
     faults = []
     if paid > delta * (1 + 1e-9):
-        faults.append(f"the steps' own deltas add up: {paid:.3g} is paid, not {delta:g} (ask for the honest split)")
+        faults.append(
+            f"the steps' own deltas add up: {paid:.3g} is paid, not {delta:g} (ask for the honest split)"
+        )
     if broken:
         faults.append("the classic Gaussian formula holds only for step epsilons below 1")
     if paid >= 1:

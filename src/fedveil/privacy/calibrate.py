@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 from fedveil.errors import UserError
@@ -117,7 +117,9 @@ def _solve(
         low, bold = high, safe
         high, factor = high * factor, factor * 1.5
         if high > 1e12:
-            raise UserError(f"No noise reaches epsilon {target:g} at this delta with the accountant {accountant}.")
+            raise UserError(
+                f"No noise reaches epsilon {target:g} at this delta with the accountant {accountant}."
+            )
         safe = look(high)
     factor = 1.3
     while value(bold) <= 0:
@@ -214,7 +216,7 @@ class Budget:
 def calibrate_clients(budgets: Sequence[Budget], **shared: Any) -> tuple[Calibration, ...]:
     """One calibration per client; equal budgets are solved once. `shared` as in `calibrate`."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def one(budget: Budget) -> Calibration:
         return calibrate(budget.epsilon, budget.delta, mechanism=budget.mechanism, **shared)
 

@@ -29,7 +29,9 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(sigma, high) > delta:
         high *= 2
-    return float(optimize.brentq(lambda e: gaussian_delta(sigma, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-13))
+    return float(
+        optimize.brentq(lambda e: gaussian_delta(sigma, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-13)
+    )
 
 
 def amplified(epsilon: ArrayLike, rate: ArrayLike) -> Array:
@@ -77,8 +79,10 @@ def old_conversion(orders: ArrayLike, divergences: ArrayLike, delta: float) -> f
 
 def group(epsilon: float, delta: float, size: int) -> tuple[float, float]:
     """(epsilon, delta) of a group of `size` units; a delta of 1 or more promises nothing."""
-    grown = (size - 1) * epsilon
-    return size * epsilon, size * delta * math.exp(grown) if delta > 0 and grown < 700 else (math.inf if delta else 0.0)
+    if delta == 0:
+        return size * epsilon, 0.0
+    log = math.log(size * delta) + (size - 1) * epsilon
+    return size * epsilon, math.exp(log) if log < 700 else math.inf
 
 
 def quantile_split(multiplier: float, count_multiplier: float) -> float:

@@ -1,8 +1,8 @@
 """The noises: densities, moments, exact Rényi divergences and privacy-loss laws, for scalars and vectors.
 
 Every mechanism here is symmetric: swapping the two neighbours mirrors the privacy loss. A `LossPair` is
-therefore given by the law of the loss under the first neighbour alone. Training adds noise to *vectors*;
-`vector_guarantee` says what a clip norm and a dimension make of a noise, and why. The proofs are in
+therefore given by the law of the loss under the first neighbour alone. These are laws of one number (or one
+whole vector, for the joint Staircase); what they promise for clipped vectors is in `vectors`. Proofs:
 docs/mechanisms.
 """
 
@@ -98,7 +98,7 @@ class Laplace:
 
     def renyi(self, order: float, shift: float = 1.0) -> float:
         """Exact divergence between the noise and itself moved by `shift`."""
-        return float(_laplace_renyi(np.array([_order(order)]), abs(shift) / self.scale)[0])
+        return float(laplace_renyi(np.array([_order(order)]), abs(shift) / self.scale)[0])
 
     def mean_abs(self) -> float:
         return self.scale
@@ -121,13 +121,17 @@ class Laplace:
         return {"law": "laplace", "scale": self.scale}
 
 
-def _laplace_renyi(orders: Array, shift: float) -> Array:
+def laplace_renyi(orders: Array, shift: float) -> Array:
     """Rényi divergences of unit Laplace noise at `shift`; accurate for tiny shifts, finite for huge ones."""
     if shift == 0:
         return np.zeros_like(orders)
     rise, fall = (orders - 1) * shift, orders * shift
-    small = np.log1p((orders * np.expm1(np.minimum(rise, 1)) + (orders - 1) * np.expm1(-fall)) / (2 * orders - 1))
-    large = np.logaddexp(np.log(orders / (2 * orders - 1)) + rise, np.log((orders - 1) / (2 * orders - 1)) - fall)
+    small = np.log1p(
+        (orders * np.expm1(np.minimum(rise, 1)) + (orders - 1) * np.expm1(-fall)) / (2 * orders - 1)
+    )
+    large = np.logaddexp(
+        np.log(orders / (2 * orders - 1)) + rise, np.log((orders - 1) / (2 * orders - 1)) - fall
+    )
     return np.where(rise < 1, small, large) / (orders - 1)
 
 
@@ -177,7 +181,7 @@ class Staircase:
         """Exact divergence between the noise and itself moved by `shift` (any size)."""
         order, shift = _order(order), abs(shift) / self.bound
         if shift <= 1:
-            return float(_three_point_renyi(np.array([order]), self.lam, self.top_mass(shift))[0])
+            return float(three_point_renyi(np.array([order]), self.lam, self.top_mass(shift))[0])
         return self._renyi_far(order, shift)
 
     def top_mass(self, shift: float) -> float:
@@ -210,7 +214,9 @@ class Staircase:
     def pair(self, shift: float = 1.0) -> LossPair:
         """Loss law for |shift| <= bound, where it has three values; it grows with |shift| up to bound."""
         if abs(shift) > self.bound:
-            raise UserError(f"The three-value loss of Staircase needs a shift of at most {self.bound}, got {shift}.")
+            raise UserError(
+                f"The three-value loss of Staircase needs a shift of at most {self.bound}, got {shift}."
+            )
         high = self.top_mass(abs(shift) / self.bound)
         low = math.exp(-self.lam) * high
         return LossPair(((self.lam, high), (0.0, max(0.0, 1 - high - low)), (-self.lam, low)))
@@ -223,7 +229,7 @@ class Staircase:
         return {"law": "staircase", "lambda": self.lam, "nu": nu, "inner": inner, "scale": self.bound}
 
 
-def _three_point_renyi(orders: Array, lam: float, high: float) -> Array:
+def three_point_renyi(orders: Array, lam: float, high: float) -> Array:
     """Rényi divergences of a loss in {-lam, 0, lam} with P(loss = lam) = high."""
     if high == 0:
         return np.zeros_like(orders)
@@ -235,12 +241,12 @@ def _three_point_renyi(orders: Array, lam: float, high: float) -> Array:
     return np.where(rise < 500, small, large) / (orders - 1)
 
 
-def _response_renyi(orders: Array, epsilon: float) -> Array:
+def response_renyi(orders: Array, epsilon: float) -> Array:
     """Rényi divergences of binary randomised response, the worst of all epsilon-DP mechanisms."""
-    return _three_point_renyi(orders, epsilon, float(special.expit(epsilon)))
+    return three_point_renyi(orders, epsilon, float(special.expit(epsilon)))
 
 
-def _response_pair(epsilon: float) -> LossPair:
+def response_pair(epsilon: float) -> LossPair:
     return LossPair(((epsilon, float(special.expit(epsilon))), (-epsilon, float(special.expit(-epsilon)))))
 
 
@@ -284,7 +290,7 @@ class JointStaircase:
 
     def renyi(self, order: float) -> float:
         """Bound for every L1 change of at most `bound`: that of lam-DP."""
-        return float(_response_renyi(np.array([_order(order)]), self.lam)[0])
+        return float(response_renyi(np.array([_order(order)]), self.lam)[0])
 
     def mean_abs(self) -> float:
         """Mean absolute value of one coordinate."""
@@ -298,7 +304,7 @@ class JointStaircase:
         return float(chance @ radii**2) * self.bound**2 * 2 / ((d + 1) * (d + 2))
 
     def pair(self) -> LossPair:
-        return _response_pair(self.lam)
+        return response_pair(self.lam)
 
     def sampler(self) -> dict[str, float | str]:
         """A ball radius R from `ball_weights`, then R * U^(1/d) times a uniform point of the L1 sphere."""
@@ -313,7 +319,9 @@ def _ball_weights(lam: float, dimension: int, nu: float) -> tuple[Array, Array]:
     first = max(0, math.floor(centre - spread))
     last = math.ceil(centre + spread) + 2
     if last - first > 20_000_000:
-        raise UserError(f"Joint Staircase with lambda {lam} and dimension {dimension} has too many steps to tabulate.")
+        raise UserError(
+            f"Joint Staircase with lambda {lam} and dimension {dimension} has too many steps to tabulate."
+        )
     radii = np.arange(first, last + 1, dtype=float) + nu
     with np.errstate(divide="ignore"):
         logs = -lam * (radii - nu) + dimension * np.log(radii)
@@ -360,7 +368,7 @@ class TwoValued:
 
     def renyi(self, order: float) -> float:
         """Divergence between the two extreme weights: the worst pair."""
-        return float(_response_renyi(np.array([_order(order)]), self.epsilon)[0])
+        return float(response_renyi(np.array([_order(order)]), self.epsilon)[0])
 
     def mean_abs(self) -> float:
         """Mean absolute error at the centre of the range (both values are equally far)."""
@@ -372,7 +380,7 @@ class TwoValued:
         return self.reach**2 - off**2
 
     def pair(self) -> LossPair:
-        return _response_pair(self.epsilon)
+        return response_pair(self.epsilon)
 
     def sampler(self) -> dict[str, float | str]:
         return {"law": "two-valued", "epsilon": self.epsilon, "centre": self.centre, "radius": self.radius}
@@ -403,105 +411,3 @@ def mechanism(noise: Noise) -> Mechanism:
     if noise.mechanism == "joint-staircase":
         return JointStaircase(1 / noise.multiplier, noise.dimension, noise.nu)
     return TwoValued(1 / noise.multiplier)
-
-
-@dataclass(frozen=True)
-class VectorGuarantee:
-    """What a noise promises for any two vectors within the clip bound of each other.
-
-    pure: the pure epsilon (infinity if there is none). rho: zCDP. renyi(orders): Rényi divergences.
-    pair, copies: a dominating pair and how many independent copies of it make one release; pair is None where
-    privacy-loss distributions are refused, and `refusal` says why.
-    """
-
-    pure: float
-    rho: float
-    renyi: Callable[[Array], Array]
-    pair: LossPair | None
-    reason: str
-    refusal: str = ""
-    copies: int = 1
-
-
-@lru_cache(maxsize=4096)
-def vector_guarantee(noise: Noise) -> VectorGuarantee:
-    """The unsampled guarantee of `noise` under its clip norm in its dimension.
-
-    Formal guarantee: for every pair of vectors at distance at most 1 in `noise.norm`, the Rényi divergence of
-    each order is at most `renyi`, the loss is at most `pure`, and (if given) `pair` with `copies` dominates
-    every hockey-stick divergence. Proofs: docs/mechanisms.
-    """
-    check_noise(noise)
-    d, scale = noise.dimension, noise.multiplier
-    if noise.mechanism == "gaussian":
-        return VectorGuarantee(
-            math.inf,
-            1 / (2 * scale**2),
-            lambda orders: orders / (2 * scale**2),
-            Gaussian(scale).pair(),
-            "Gaussian noise: only the L2 distance matters (an L1 clip bounds it too)",
-        )
-    if noise.mechanism == "laplace":
-        return _laplace_vector(scale, d, noise.norm)
-    if noise.mechanism == "staircase":
-        return _staircase_vector(Staircase(1 / scale, noise.nu), d, noise.norm)
-    if noise.mechanism == "joint-staircase":
-        spread = 1 if noise.norm == "l1" else math.ceil(math.sqrt(d) - 1e-12)
-        pure = spread / scale
-        why = "joint L1 Staircase: pure epsilon lambda" + (
-            "" if spread == 1 else f" times {spread}, since an L2 bound of 1 allows an L1 change of sqrt(d)"
-        )
-        return VectorGuarantee(pure, min(pure**2 / 2, pure), lambda orders: _response_renyi(orders, pure),
-                               _response_pair(pure), why)  # fmt: skip
-    pure = 1 / scale
-    return VectorGuarantee(
-        d * pure,
-        d * min(pure**2 / 2, pure),
-        lambda orders: d * _response_renyi(orders, pure),
-        _response_pair(pure),
-        "two-valued reports: each of the d weights is epsilon-LDP and all of them may change",
-        copies=d,
-    )
-
-
-def _laplace_vector(scale: float, d: int, norm: str) -> VectorGuarantee:
-    if norm == "l1" or d == 1:
-        return VectorGuarantee(
-            1 / scale,
-            min(1 / (2 * scale**2), 1 / scale),
-            lambda orders: _laplace_renyi(orders, 1 / scale),
-            Laplace(scale).pair(),
-            "Laplace noise under an L1 bound: the worst change moves one coordinate",
-        )
-    shift = 1 / (scale * math.sqrt(d))
-    return VectorGuarantee(
-        math.sqrt(d) / scale,
-        1 / (2 * scale**2),
-        lambda orders: d * _laplace_renyi(orders, shift),
-        None,
-        "Laplace noise under an L2 bound: the worst change is spread evenly; at most Gaussian noise of sigma = b",
-        "i.i.d. Laplace noise under an L2 clip has no known dominating pair (Gaussian noise of sigma = b does not "
-        "dominate it): use the rdp accountant, or an L1 clip",
-    )
-
-
-def _staircase_vector(law: Staircase, d: int, norm: str) -> VectorGuarantee:
-    if d == 1:
-        mass = law.top_mass(1.0)
-        return VectorGuarantee(
-            law.lam,
-            min(law.lam**2 / 2, law.lam),
-            lambda orders: _three_point_renyi(orders, law.lam, mass),
-            law.pair(),
-            "scalar Staircase noise: the worst change is the whole bound",
-        )
-    mass = law.top_mass(1 / d if norm == "l1" else 1 / math.sqrt(d))
-    return VectorGuarantee(
-        d * law.lam,
-        d * min(law.lam**2 / 2, law.lam),
-        lambda orders: d * _three_point_renyi(orders, law.lam, mass),
-        None,
-        f"i.i.d. Staircase noise on {d} coordinates: the worst change is spread evenly, the scalar formula does not hold",
-        "the scalar Staircase pair is refused for i.i.d. noise in more than one dimension (a change spread over m "
-        "coordinates costs up to m lambda): use the rdp accountant, Laplace, or joint-staircase under an L1 clip",
-    )

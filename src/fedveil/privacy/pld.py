@@ -22,6 +22,7 @@ from fedveil.privacy.mechanisms import Array, LossPair
 TAIL = 1e-16  # probability cut from each end of a composition, counted as infinite loss
 ROUNDING = 2e-16  # allowance per release for floating-point error, counted as infinite loss
 FINENESS = 1 / 40
+FINEST = 2.0**-27  # below this, rounding errors in a cell would be as large as the cell
 MOST_CELLS = 1 << 21
 MOST_CELLS_PER_RELEASE = 1 << 17
 DOUBLINGS = 12  # Chernoff orders: 12 powers of two around each of two scales, both signs
@@ -77,7 +78,8 @@ def _unamplify(loss: Array, rate: float) -> Array:
         return loss
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         near = np.log1p(np.maximum(np.expm1(np.minimum(loss, 30)) / rate, -1))
-    return np.where(loss < 30, near, loss - math.log(rate) + np.log1p(-(1 - rate) * np.exp(-np.maximum(loss, 30))))
+    far = loss - math.log(rate) + np.log1p(-(1 - rate) * np.exp(-np.maximum(loss, 30)))
+    return np.where(loss < 30, near, far)
 
 
 def _range(release: Sampled) -> tuple[float, float]:
@@ -123,7 +125,7 @@ def discretise(release: Sampled, step: float) -> Discrete:
     rate, pair = release.rate, release.pair
     low, high = _range(release)
     first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
-    grid = np.arange(first, last + 1) * step
+    grid = np.arange(first, last + 1, dtype=np.float64) * step
     thresholds = np.clip(_unamplify(grid, rate), -pair.reach, pair.reach)
     thresholds[0], thresholds[-1] = -pair.reach, pair.reach
     mixed, plain = _cells(release, thresholds)
@@ -187,7 +189,7 @@ def choose_step(releases: Sequence[tuple[float, tuple[float, float], int]]) -> f
     widest = max(high - low for _, (low, high), _ in releases)
     width = min(sum((high - low) * n for _, (low, high), n in releases), 20 * math.sqrt(total) + 2 * widest)
     step = max(
-        FINENESS * math.sqrt(total / count), width / MOST_CELLS, widest / MOST_CELLS_PER_RELEASE, 1e-300
+        FINENESS * math.sqrt(total / count), width / MOST_CELLS, widest / MOST_CELLS_PER_RELEASE, FINEST
     )
     return 2.0 ** math.floor(math.log2(step))
 
@@ -372,7 +374,7 @@ class Solved:
 
     def delta(self, eps: float) -> float:
         """Upper bound on delta at eps, in the worse direction."""
-        return max(delta_at(side.law(), self.step, eps) for side in {id(s): s for s in (self.up, self.down)}.values())
+        return max(delta_at(side.law(), self.step, eps) for side in (self.up, self.down))
 
 
 def solve(counts: Mapping[Sampled, int], growth: float = 1.0) -> Solved:

@@ -11,15 +11,17 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import special
 
 from fedveil.privacy.events import Noise
-from fedveil.privacy.mechanisms import Array, vector_guarantee
+from fedveil.privacy.mechanisms import Array
+from fedveil.privacy.vectors import vector_guarantee
 
-TODAY = tuple([1 + x / 10 for x in range(1, 100)] + [float(a) for a in range(11, 64)] + [128.0, 256.0, 512.0, 1024.0])
-MOMENTS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *map(float, range(5, 64)), 128.0, 256.0, 512.0)
+TODAY = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(11, 64)), 128.0, 256.0, 512.0, 1024.0)
+_QUARTERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5)
+MOMENTS = (*_QUARTERS, *map(float, range(5, 64)), 128.0, 256.0, 512.0)  # TensorFlow Privacy's grid
 
 
 @lru_cache(maxsize=8192)
 def plain(noise: Noise, orders: tuple[float, ...]) -> Array:
-    """Without sampling: see `mechanisms.vector_guarantee`."""
+    """Without sampling: see `vectors.vector_guarantee`."""
     return vector_guarantee(noise).renyi(np.array(orders))
 
 
@@ -48,14 +50,16 @@ def _integer_log_moments(noise: Noise, rate: float, orders: list[int]) -> Array:
         return np.zeros(len(orders))
     powers = np.arange(2, top + 1)
     rise = (powers - 1) * vector_guarantee(noise).renyi(powers.astype(float))
-    gain = np.where(rise > 30, rise + np.log1p(-np.exp(-np.maximum(rise, 30))), np.log(np.expm1(np.minimum(rise, 30))))
+    gain = np.where(
+        rise > 30, rise + np.log1p(-np.exp(-np.maximum(rise, 30))), np.log(np.expm1(np.minimum(rise, 30)))
+    )
     factorials = special.gammaln(np.arange(top + 1) + 1)
     weight = gain + powers * (math.log(rate) - math.log1p(-rate)) - factorials[2:]
     result = np.zeros(len(orders))
     for i, a in enumerate(orders):
         if a >= 2:
             terms = factorials[a] + a * math.log1p(-rate) + weight[: a - 1] - factorials[a - 2 :: -1][: a - 1]
-            most = terms.max()
+            most = float(np.max(terms))
             result[i] = np.logaddexp(0.0, most + math.log(np.exp(terms - most).sum()))
     return result
 
@@ -64,16 +68,16 @@ def _gaussian_log_moment(sigma: float, rate: float, order: float) -> float:
     """The same moment at a broken order, by the trapezoid rule (spectrally accurate for this integrand)."""
     spacing = sigma / 24
     z = np.arange(-10 * sigma, order + 10 * sigma + spacing, spacing)
-    weight = np.exp(-0.5 * (z / sigma) ** 2) * spacing / (sigma * math.sqrt(2 * math.pi))
+    unit = spacing / (sigma * math.sqrt(2 * math.pi))
+    weight = np.exp(-0.5 * (z / sigma) ** 2) * unit
     loss = (2 * z - 1) / (2 * sigma**2)
     near = np.minimum(loss, 500)
     change = np.where(loss < 500, np.log1p(rate * np.expm1(near)), loss + math.log(rate))
     with np.errstate(over="ignore", invalid="ignore"):
         excess = weight @ (np.expm1(order * change) - order * rate * np.expm1(loss))
     if np.isfinite(excess) and excess < 1:
-        return float(np.log1p(max(excess, 0.0)))
-    with np.errstate(divide="ignore"):
-        return float(special.logsumexp(-0.5 * (z / sigma) ** 2 + order * change, b=spacing / (sigma * math.sqrt(2 * math.pi))))
+        return math.log1p(max(float(excess), 0.0))
+    return float(special.logsumexp(-0.5 * (z / sigma) ** 2 + order * change) + math.log(unit))
 
 
 @lru_cache(maxsize=512)

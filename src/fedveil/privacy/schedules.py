@@ -63,7 +63,9 @@ class Schedule:
                 f"e.g. {self.kind}:{self.first:g}:floor={self.first / 4:g}."
             )
         if cyclic and self.floor is not None and self.floor > self.first:
-            raise UserError(f"schedule's floor must be at most the first value {self.first:g}, got {self.floor:g}.")
+            raise UserError(
+                f"schedule's floor must be at most the first value {self.first:g}, got {self.floor:g}."
+            )
         if self.kind in ("linear", "staircase", "exponential") and self.last is None and self.rate is None:
             raise UserError(f"A {self.kind} schedule needs a last value ({self.kind}:15:4.85) or a rate=.")
 
@@ -76,7 +78,9 @@ class Schedule:
         if self.floor is not None:
             number = max(number, self.floor)
         if not number > 0:
-            raise UserError(f"The {self.kind} schedule reaches {number:g} at step {t} of {total}: give a lower rate.")
+            raise UserError(
+                f"The {self.kind} schedule reaches {number:g} at step {t} of {total}: give a lower rate."
+            )
         return number
 
     def _raw(self, t: int, total: int) -> float:
@@ -137,7 +141,9 @@ def parse(text: str) -> Schedule:
         elif name == "by":
             named["by"] = value
         else:
-            raise UserError(f"schedule {text!r}: unknown part {part!r}; known: rate=, floor=, every=, cycles=, by=.")
+            raise UserError(
+                f"schedule {text!r}: unknown part {part!r}; known: rate=, floor=, every=, cycles=, by=."
+            )
     if not 1 <= len(numbers) <= (1 if kind == "constant" else 2):
         raise UserError(f"schedule {text!r}: expected kind:first[:last], e.g. linear:15:4.85.")
     if len(numbers) == 2:

@@ -31,10 +31,8 @@ def _counts(epsilon0: float, clients: int, ones: int) -> tuple[Array, Array]:
     """Law of the number of reported ones if the target's bit is 1 and if it is 0; `ones` others hold a 1."""
     keep = float(special.expit(epsilon0))
     truthful, lying = _binomial(ones, keep), _binomial(clients - 1 - ones, 1 - keep)
-    if clients <= 300:
-        others = np.convolve(truthful, lying)
-    else:
-        others = np.maximum(signal.fftconvolve(truthful, lying), 0)
+    join = np.convolve if clients <= 300 else signal.fftconvolve
+    others = np.maximum(join(truthful, lying), 0)
     with_one = np.append(0.0, others)
     without = np.append(others, 0.0)
     return keep * with_one + (1 - keep) * without, (1 - keep) * with_one + keep * without
@@ -57,7 +55,9 @@ def binary_epsilon(epsilon0: float, clients: int, delta: float) -> float:
         if _hockey(p, q, worst) > delta and worst < epsilon0:
             if _hockey(p, q, epsilon0) >= delta:
                 return epsilon0
-            worst = float(optimize.brentq(lambda e, p=p, q=q: _hockey(p, q, e) - delta, worst, epsilon0, xtol=1e-12))
+            worst = float(
+                optimize.brentq(lambda e, p=p, q=q: _hockey(p, q, e) - delta, worst, epsilon0, xtol=1e-12)
+            )
     return worst
 
 
@@ -76,7 +76,8 @@ def _clones_delta(epsilon0: float, clients: int, epsilon: float) -> float:
     """Hockey-stick divergence of the clones pair at `epsilon`."""
     keep = float(special.expit(epsilon0))
     chance = _binomial(clients - 1, math.exp(-epsilon0))
-    c = np.flatnonzero(chance > 1e-30)
+    used = np.flatnonzero(chance > 1e-30)
+    c, chance = used.astype(float), chance[used]
     gain = keep - math.exp(epsilon) * (1 - keep)
     loss = math.exp(epsilon) * keep - (1 - keep)
     if gain <= 0:
@@ -84,12 +85,11 @@ def _clones_delta(epsilon0: float, clients: int, epsilon: float) -> float:
     first = np.floor((c + 1) * loss / (gain + loss)) + 1  # the outcomes that favour the first neighbour
     upper = _half_tail(first - 1, c)
     lower = _half_tail(first, c)
-    return float(chance[c] @ np.maximum(gain * upper - loss * lower, 0) + (1 - chance[c].sum()) * (1 if gain > 0 else 0))
+    return float(chance @ np.maximum(gain * upper - loss * lower, 0) + max(0.0, 1 - chance.sum()))
 
 
 def _half_tail(k: Array, n: Array) -> Array:
     """P(Bin(n, 1/2) >= k)."""
-    k = np.asarray(k, float)
     inside = special.betainc(np.maximum(k, 1), np.maximum(n - k + 1, 1e-9), 0.5)
     return np.where(k <= 0, 1.0, np.where(k > n, 0.0, inside))
 
@@ -100,7 +100,9 @@ def clones_epsilon(epsilon0: float, clients: int, delta: float) -> float:
         return 0.0
     if _clones_delta(epsilon0, clients, epsilon0 * (1 - 1e-12)) >= delta:
         return epsilon0
-    return float(optimize.brentq(lambda e: _clones_delta(epsilon0, clients, e) - delta, 0.0, epsilon0, xtol=1e-12))
+    return float(
+        optimize.brentq(lambda e: _clones_delta(epsilon0, clients, e) - delta, 0.0, epsilon0, xtol=1e-12)
+    )
 
 
 def shuffled(epsilon0: float, clients: int, delta: float, *, binary: bool = False) -> Answer:
@@ -112,11 +114,13 @@ def shuffled(epsilon0: float, clients: int, delta: float, *, binary: bool = Fals
     clients = checks.count("clients", clients, 1)
     if delta == 0 or clients == 1:
         return Answer("shuffle", epsilon0, 0.0, "sound", "without a delta, or alone, shuffling adds nothing")
-    if binary and clients <= MOST_EXACT:
-        value, why = binary_epsilon(epsilon0, clients, delta), "exact for binary reports, over all numbers of ones"
-    else:
-        value, why = clones_epsilon(epsilon0, clients, delta), "clones bound for any pure-LDP report"
-    value = min(value, epsilon0)
+    exact = binary and clients <= MOST_EXACT
+    value = min((binary_epsilon if exact else clones_epsilon)(epsilon0, clients, delta), epsilon0)
+    why = (
+        "exact for binary reports, over all numbers of ones"
+        if exact
+        else "clones bound for any pure-LDP report"
+    )
     if value > 0.99 * epsilon0:
         why += "; shuffling adds next to nothing here"
     return Answer("shuffle", value, delta, "sound", why + "; needs a trusted shuffler and unlinkable reports")
