@@ -77,8 +77,19 @@ class RoundFacts:
 OnRound = Callable[[RoundFacts], None]
 
 
-def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = None) -> Prepared:
-    """Load data, deal it out, build the model, calibrate the noise if asked to."""
+def prepare(
+    config: RunConfig,
+    dataset: Dataset | None = None,
+    module: Any = None,
+    *,
+    dealt: Partition | None = None,
+    root: int | bytes | None = None,
+) -> Prepared:
+    """Load data, deal it out, build the model, calibrate the noise if asked to.
+
+    dealt: who holds how much, where that is not decided here (deployment). root: keys all randomness instead
+    of the seed or, with secure_noise, the system's entropy.
+    """
     if dataset is None:
         dataset = load(
             config.dataset,
@@ -93,7 +104,10 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
 
         dataset = apply_features(dataset, config.features)
     recipe = config.built_recipe()
-    dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
+    if dealt is None:
+        dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
+    if root is None:
+        root = entropy() if config.secure_noise else config.seed
     if module is None:
         name = nets.default_model(dataset) if config.model == "auto" else config.model
         module = nets.build(name, dataset.shape, dataset.classes, config.seed, **config.model_options)
@@ -119,7 +133,7 @@ def prepare(config: RunConfig, dataset: Dataset | None = None, module: Any = Non
         x=dataset.x,
         y=dataset.y,
         rows=dealt.rows,
-        root=entropy() if config.secure_noise else config.seed,
+        root=root,
         learning_rate=config.learning_rate,
         learning_rate_end=config.learning_rate_end,
         momentum=config.momentum,
@@ -156,15 +170,21 @@ def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:
     return release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
 
 
+def stacks_of(prepared: Prepared, now: Round, clients: np.ndarray) -> dict[LocalPlan, list[int]]:
+    """The cohort by equal plans; uploads are merged in this order, whoever trained them."""
+    stacks: dict[LocalPlan, list[int]] = {}
+    for client in clients.tolist():
+        plan = plan_of(prepared.task, now, client, prepared.partition.size(client))
+        stacks.setdefault(plan, []).append(client)
+    return stacks
+
+
 def train_cohort(
     prepared: Prepared, state: State, now: Round, clients: np.ndarray, workers: int | local.Workers = 1
 ) -> Iterator[tuple[list[int], LocalResult]]:
     """Train the cohort, chunk by chunk; clients with equal plans share a stack."""
     task, config = prepared.task, prepared.config
-    groups: dict[LocalPlan, list[int]] = {}
-    for client in clients.tolist():
-        groups.setdefault(plan_of(task, now, client, prepared.partition.size(client)), []).append(client)
-    for plan, members in groups.items():
+    for plan, members in stacks_of(prepared, now, clients).items():
         work = (work_of(task, state, now, client) for client in members)
         at = 0
         for result in local.stream(
@@ -256,9 +276,9 @@ def run(
     begun = time.perf_counter()
     prepared = prepare(config, dataset, module)
     task = prepared.task
-    state = _open_folder(prepared, folder, resume, command)
+    state = open_folder(prepared, folder, resume, command)
     with ExitStack() as stack:
-        ledger = stack.enter_context(_open_ledger(prepared, folder))
+        ledger = stack.enter_context(open_ledger(prepared, folder))
         workers: int | local.Workers = config.workers
         if config.workers > 1 and prepared.engine in ("stacked", "functional"):
             workers = stack.enter_context(local.Workers(config.workers))
@@ -266,16 +286,16 @@ def run(
         while state.round < config.rounds:
             now = moment_of(task, state)
             drawn = cohort_of(prepared, now.number)
-            clients, ended = _affordable(prepared, ledger, now, drawn)
+            clients, ended = affordable(prepared, ledger, now, drawn)
             if ended:
                 stop = ended
                 break
-            mark = _fingerprint(prepared, state, clients)
+            mark = fingerprint_of(prepared, state, clients)
             ledger.spend(release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
             clock = time.perf_counter()
             state, facts, private = play_round(prepared, state, clients, workers)
             facts["sat_out"] = len(drawn) - len(clients)
-            done = _record(
+            done = record_round(
                 prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
             )
             if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
@@ -283,10 +303,10 @@ def run(
             if done:
                 stop = done
                 break
-        return _result(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+        return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
-def _open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
+def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
     config = prepared.config
     known = store.checkpoints(folder / "checkpoints")
     state = start(prepared.task, prepared.initial)
@@ -338,7 +358,7 @@ def _open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -
     return state
 
 
-def _open_ledger(prepared: Prepared, folder: Path) -> Ledger:
+def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
     path = folder / "ledger.jsonl"
     if path.exists():
         return Ledger.open(path)
@@ -400,7 +420,7 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(prepared: Prepared, state: State, clients: np.ndarray) -> str:
+def fingerprint_of(prepared: Prepared, state: State, clients: np.ndarray) -> str:
     """Equal only if a replayed round is the very same release: same start, cohort, configuration, seeded noise."""
     parts = hashlib.sha256(config_hash(prepared.config).encode())
     parts.update(
@@ -411,7 +431,7 @@ def _fingerprint(prepared: Prepared, state: State, clients: np.ndarray) -> str:
     return parts.hexdigest()
 
 
-def _affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarray) -> tuple[np.ndarray, str]:
+def affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarray) -> tuple[np.ndarray, str]:
     """The clients of the cohort that still have budget, and why to stop (if so)."""
     config, task = prepared.config, prepared.task
     clients = drawn
@@ -438,7 +458,7 @@ def _affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarra
     return clients, ""
 
 
-def _record(
+def record_round(
     prepared: Prepared,
     folder: Path,
     ledger: Ledger,
@@ -481,7 +501,7 @@ def _record(
     return stop
 
 
-def _result(
+def finish(
     prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop: str, seconds: float
 ) -> dict[str, Any]:
     task, data, config = prepared.task, prepared.dataset, prepared.config

@@ -373,8 +373,6 @@ def merge_bits(
 
     Everything here is post-processing of the reports.
     """
-    ranges = ranges_of(state)
-    epsilon = float(now.epsilon or 0)
     packed = [upload.bits for upload in uploads if upload.bits is not None]
     facts: dict[str, Any] = {"uploads": len(packed)}
     if not packed:
@@ -386,8 +384,22 @@ def merge_bits(
         derive(task.root, "delays", now.number),
         loss=task.message_loss,
     )
-    average = channel.average(tally, ranges, epsilon, task.layout, state.weights)
-    facts |= {
+    weights, memory, more = _average_reports(task, state, now, tally)
+    return weights, memory, facts | more
+
+
+def merge_tally(task: Task, state: State, now: Round, tally: channel.Tally) -> tuple[State, dict[str, Any]]:
+    """LDP-FL where a shuffler of its own delivered the reports: the server's side of the round."""
+    weights, memory, facts = _average_reports(task, state, now, tally)
+    return _finish(task, state, now, weights, memory, facts)
+
+
+def _average_reports(
+    task: Task, state: State, now: Round, tally: channel.Tally
+) -> tuple[np.ndarray, Arrays, dict[str, Any]]:
+    epsilon = float(now.epsilon or 0)
+    average = channel.average(tally, ranges_of(state), epsilon, task.layout, state.weights)
+    facts: dict[str, Any] = {
         "bytes_up": tally.payload_bytes,
         "messages": tally.sent,
         "dropped": tally.dropped,
