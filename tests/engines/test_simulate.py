@@ -121,7 +121,7 @@ def test_kill_minus_nine_twice_loses_nothing_and_under_counts_nothing(tmp_path):
 
 
 def test_a_target_epsilon_is_never_exceeded_and_stays_spent(tmp_path):
-    changes = [*SMALL, "rounds=30", "target_epsilon=1.0", "sigma=2"]
+    changes = [*SMALL, "rounds=30", "target_epsilon=1.0", "sigma=1.5"]
     result = run(load_config("fed-cdp-sound", changes), tmp_path / "run")
     (row,) = [
         r
