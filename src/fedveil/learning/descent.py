@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fedveil.errors import UserError
-from fedveil.learning.noise import step_noise
+from fedveil.learning.noise import noised_sum, step_noise
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult
 from fedveil.models.layout import Layout
 
@@ -36,7 +36,7 @@ class Clipping:
     shift: Tensor | None = None  # AdaClip, [K, P]
     scale: Tensor | None = None
 
-    def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]."""
         bound = self.median(norms, mask) if self.bound is None else norms.new_full((1, 1, 1), self.bound)
         factors = torch.where(norms > bound, bound / norms, 1.0)
@@ -159,9 +159,7 @@ def _stack(
     counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
     widths = np.stack([_widths(c) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
-    layers = network.layout.layer_slices()
-    whole = plan.clip == "flat"
-    figures = _Figures(clients, 1 if whole else len(layers), device)
+    figures = _Figures(clients, 1 if plan.clip == "flat" else network.layout.layers, device)
     noise = (
         torch.empty(clients, network.layout.size, device=device, dtype=dtype)
         if plan.noise != "none"
@@ -204,17 +202,9 @@ def _stack(
                 total[chosen] = part
         assert total is not None
         if noise is not None:
-            for k, one in enumerate(work):
-                drawn = step_noise(plan, one, step, int(counts[k, step]), network.layout.size)
-                noise[k].copy_(torch.from_numpy(drawn))
-            own_noise = network.encode(noise)
             sensitivity = _sensitivity(plan, step, largest, bound_used, weights)
             figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
-            if sensitivity.shape[1] == 1:
-                total.addcmul_(own_noise, sensitivity)
-            else:
-                for column, layer in enumerate(layers):
-                    total[:, layer].addcmul_(own_noise[:, layer], sensitivity[:, column : column + 1])
+            total = _noised(network, total, sensitivity, plan, work, step, counts[:, step], noise)
         gradient = total.div_(plan.expected_batch)
         if shift is not None and scale is not None:
             gradient = gradient.mul_(scale).add_(shift)
@@ -228,6 +218,34 @@ def _stack(
             gradient = velocity.mul_(plan.momentum).add_(gradient)
         weights.sub_(gradient, alpha=plan.learning_rate)
     return _result(network.decode(weights - first), figures, counts.sum(1), plan)
+
+
+def _noised(
+    network: Network,
+    total: Tensor,
+    sensitivity: Tensor,
+    plan: LocalPlan,
+    work: Sequence[ClientWork],
+    step: int,
+    counts: np.ndarray,
+    room: Tensor,
+) -> Tensor:
+    """The sums with their noise: S * step_noise, or the discrete law if the plan has a grid."""
+    if plan.grid > 0:
+        flat = network.decode(total).cpu().numpy()
+        for k, one in enumerate(work):
+            s = sensitivity[k].cpu().numpy()
+            drawn = noised_sum(plan, one, step, int(counts[k]), flat[k], float(s[0]) if s.size == 1 else s)
+            room[k].copy_(torch.from_numpy(drawn))
+        return network.encode(room)
+    for k, one in enumerate(work):
+        room[k].copy_(torch.from_numpy(step_noise(plan, one, step, int(counts[k]), network.layout.size)))
+    noise = network.encode(room)
+    if sensitivity.shape[1] == 1:
+        return total.addcmul_(noise, sensitivity)
+    for column, layer in enumerate(network.layout.layer_slices()):
+        total[:, layer].addcmul_(noise[:, layer], sensitivity[:, column : column + 1])
+    return total
 
 
 def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:

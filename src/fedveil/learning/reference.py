@@ -1,17 +1,9 @@
 """The oracle: one client, one step, one example at a time, written to be read.
 
-Every engine is tested against this one. It follows the text of `learning.plan` line by line and makes no attempt
-to be fast. What the text leaves open is decided here, for all engines:
-
-- squared loss is the mean over the outputs of (output - target)^2, as torch's mse_loss;
-- an example whose norm is at or below the bound is left as it is, otherwise it is scaled by bound / norm;
-- the median of an even number of norms is the mean of the middle two; with an empty batch the bound
-  and hence S are 0 (as with l2-max);
-- S is one number per client and step, except for bound_rule "median" with per-layer clipping and
-  sensitivity "bound", where each layer has its own; the recorded noise scale is then the mean over layers;
-- norms are those that are compared with the bound: in `clip_norm`, and after the AdaClip map;
-- clip "none" has no bound: every example counts as below it;
-- a client whose loss, norms or weights stop being finite gets delta zero, and zeros in all figures.
+Every engine is tested against this one. It follows the text of `learning.plan` line by line and makes no
+attempt to be fast. Figures of a client that used no example, or that met NaN or infinity, are zeros; clip "none"
+has no bound, so that every example counts as below it; with one S per layer the recorded noise scale is
+the mean over layers.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedveil.learning.noise import step_noise
+from fedveil.learning.noise import noised_sum, step_noise
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult
 from fedveil.models.layout import Layout, layout_of, unflatten
 
@@ -88,13 +80,18 @@ def _client(
             total += clipped
         norms += sizes
         if plan.noise != "none":
-            noise = _vector(step_noise(plan, work, step, len(rows), layout.size), dtype)
             if plan.sensitivity == "l2-max":
                 sensitivities = [largest] * len(parts)
             else:
                 sensitivities = bounds if plan.clip != "none" else [plan.bounds[step]] * len(parts)
-            for part, sensitivity in zip(parts, sensitivities, strict=True):
-                total[part] += sensitivity * noise[part]
+            if plan.grid > 0:
+                same = set(sensitivities)
+                single = same.pop() if len(same) == 1 else np.array(sensitivities)
+                total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), dtype)
+            else:
+                noise = _vector(step_noise(plan, work, step, len(rows), layout.size), dtype)
+                for part, sensitivity in zip(parts, sensitivities, strict=True):
+                    total[part] += sensitivity * noise[part]
             scales.append(plan.multipliers[step] * sum(sensitivities) / len(parts))
         gradient = total / plan.expected_batch
         if work.shift is not None:
