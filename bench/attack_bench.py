@@ -47,11 +47,11 @@ def one_by_one(net, target, label, start, line_search):
             best[:] = [float(loss.detach()), image.detach().clone()]
         return loss
 
-    for step in range(300):
+    for step in range(1, 301):
         loss = float(optimiser.step(closure))
         if best[0] <= 1e-7 * size or not np.isfinite(loss):
             break
-    return best[1], step + 1
+    return best[1], step
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def test_gradinv_stays_in_the_pixel_range_and_comes_near(setting):
     found = attack(
         "gradinv", net, w, leaked(net, x[:4], y[:4]), shape=(1, 8, 8), classes=10, seed=3, iterations=400
     )
-    assert 0 <= found.images.min() and found.images.max() <= 1
+    assert found.images.min() >= 0 and found.images.max() <= 1
     assert metrics.mse(x[:4].numpy(), found.images[:, 0].numpy()).mean() < 0.05
 
 

@@ -37,7 +37,8 @@ Distance = Literal["squared", "balanced", "cosine"]
 Watch = Callable[[Tensor, Tensor, Tensor], None]
 """(victims, images, iteration of each): measurement only"""
 
-SOLVED = 3e-6  # matching loss relative to the leak's own size below which a victim counts as solved
+SOLVED = 1e-5  # matching loss relative to the leak's own size below which a victim counts as solved
+NEAR = 1e-4  # below this another start would not help: the image is there, only not polished
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 
@@ -69,6 +70,7 @@ class _Problem:
     box: tuple[float, float]
     smoothing: float = 0.0
     brightness: float = 0.5  # of public images, as a share of the box
+    noisy: bool = False
 
     @property
     def n(self) -> int:
@@ -80,6 +82,8 @@ class _Problem:
             mask = (self.weight[rows] > 0).to(seen.dtype)
             a, b = made * mask, seen * mask
             value = 1 - (a * b).sum(1) / (a.square().sum(1).sqrt() * b.square().sum(1).sqrt() + 1e-12)
+        elif self.noisy:  # without the constant noise energy, which would swallow the signal's digits
+            value = (self.weight[rows] * made * (made - 2 * seen)).sum(1) / self.scale[rows]
         else:
             value = (self.weight[rows] * (made - seen).square()).sum(1) / self.scale[rows]
         if self.smoothing and len(self.shape) == 3:
@@ -182,13 +186,15 @@ def attack(
         pixel_range,
         smoothing=1e-4 if method == "gradinv" else 0.0,
         brightness=brightness,
+        noisy=leak.noisy,
     )
 
     best = torch.full((victims, n, *shape), sum(pixel_range) / 2, dtype=weights.dtype)
     best_loss = torch.full((victims,), float("inf"), dtype=weights.dtype)
     best_labels, spent = labels.clone(), torch.zeros(victims, dtype=torch.long)
+    done = -1.0 + NEAR if problem.noisy else NEAR
     for stage in _tries(method, restarts):
-        rows = (healthy & ~(best_loss <= SOLVED)).nonzero()[:, 0]
+        rows = (healthy & ~(best_loss <= done)).nonzero()[:, 0]
         if not len(rows):
             break
         found, loss, used, guessed = stage(problem, rows, budget, rng, _shifted(watch, rows, spent))
@@ -291,7 +297,8 @@ def _descend(
         def of_some(points: Tensor, which: Tensor, some: Tensor = some) -> tuple[Tensor, Tensor]:
             return objective(points, some[which])
 
-        settings = Settings(iterations=budget, memory=memory, tolerance=SOLVED if form == "box" else 1e-10)
+        goal = -torch.inf if problem.noisy else SOLVED if form == "box" else 1e-10
+        settings = Settings(iterations=budget, memory=memory, tolerance=goal)
         found = minimise(of_some, start[at : at + group], settings, watch=told if watch is not None else None)
         pictures, logits = objective.images_of(found.point)  # type: ignore[attr-defined]
         images.append(pictures)
