@@ -2,7 +2,7 @@
 
 Discretisation is pessimistic by construction. The losses of one release are cut into cells of a grid; the
 mass of a cell (under both neighbours) is moved to its two ends so that both masses are kept, which dominates
-any distribution inside the cell. The grid step is a power of two, about 1/40 of the standard deviation of one
+any distribution inside the cell. The grid step is a power of two, between 1/48 and 1/24 of the standard deviation of one
 release's loss, so epsilons of 1e-6 and of 1e6 have the same relative accuracy (a fixed grid has not).
 Masses cut from the tails are counted as infinite loss, and so is an allowance for rounding in the FFT.
 """
@@ -21,7 +21,7 @@ from fedveil.privacy.mechanisms import Array, LossPair
 
 TAIL = 1e-16  # probability cut from each end of a composition, counted as infinite loss
 ROUNDING = 2e-16  # allowance per release for floating-point error, counted as infinite loss
-FINENESS = 1 / 40
+FINENESS = 1 / 24
 FINEST = 2.0**-27  # below this, rounding errors in a cell would be as large as the cell
 MOST_CELLS = 1 << 21
 MOST_CELLS_PER_RELEASE = 1 << 17

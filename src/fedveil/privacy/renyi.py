@@ -14,7 +14,8 @@ from fedveil.privacy.events import Noise
 from fedveil.privacy.mechanisms import Array
 from fedveil.privacy.vectors import vector_guarantee
 
-TODAY = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(11, 64)), 128.0, 256.0, 512.0, 1024.0)
+_LARGE = (*range(11, 64), *range(64, 129, 8), *range(160, 257, 32), *range(320, 513, 64), 640, 768, 1024)
+TODAY = (*(1 + x / 10 for x in range(1, 100)), *map(float, _LARGE))
 _QUARTERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5)
 MOMENTS = (*_QUARTERS, *map(float, range(5, 64)), 128.0, 256.0, 512.0)  # TensorFlow Privacy's grid
 
