@@ -15,7 +15,8 @@ is a post-processing of the smaller); a larger Poisson rate (a mixture with "not
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,12 +26,12 @@ from scipy.special import gammaln, logsumexp
 from fedveil.privacy.accountants import Answer, Composition
 from fedveil.privacy.events import Claim, Event, Release
 
-GRID = 200  # distinct noise multipliers of one family that are composed one by one
-_EXACT = 4  # histories composed on their own before the rest is bounded together
+GRID = 128  # distinct noise multipliers of one family that are composed one by one
+_EXACT = 300  # events composed for single histories before the rest is bounded together
 _CLOSE = 1.001  # a common bound this near to the largest single epsilon is reported instead of searching on
 _NESTED = 1e-4  # finest relative step of the rounding grid; coarser grids are unions of its cells
 _MONOTONE = ("gaussian", "laplace", "two-valued")
-_ORDERS = np.array([*range(2, 65), 80, 128, 256])
+_ORDERS = np.array([*range(2, 33), 36, 40, 48, 56, 64, 96, 128, 256])
 
 
 Pair = tuple[str, str]  # observer, unit
@@ -43,7 +44,9 @@ class Book:
     clients: int
     parts: dict[tuple[Claim, ...], int] = field(default_factory=dict)
     sets: list[tuple[Claim, ...]] = field(default_factory=list)
-    by_pair: dict[Pair, list[tuple[int, Claim]]] = field(default_factory=dict)
+    kinds: dict[Event, int] = field(default_factory=dict)  # events with steps=1
+    kind_list: list[Event] = field(default_factory=list)
+    by_pair: dict[Pair, list[tuple[int, Claim, int]]] = field(default_factory=dict)  # part, claim, kind
     entries: list[tuple[int, np.ndarray]] = field(default_factory=list)
     everyone: Counter[Claim] = field(default_factory=Counter)
     counted: tuple[int, csr_array] | None = None  # `met` of the first so many entries
@@ -66,20 +69,24 @@ class Book:
         self.parts[claims] = number
         self.sets.append(claims)
         for claim in claims:
-            self.by_pair.setdefault((claim.observer, claim.unit), []).append((number, claim))
+            kind = -1
+            if claim.event is not None:
+                once = _once(claim.event)
+                kind = self.kinds.setdefault(once, len(self.kinds))
+                if kind == len(self.kind_list):
+                    self.kind_list.append(once)
+            self.by_pair.setdefault((claim.observer, claim.unit), []).append((number, claim, kind))
 
     def plus(self, release: Release) -> Book:
         """What the book would be after `release`."""
-        by_pair = {pair: list(claims) for pair, claims in self.by_pair.items()}
-        after = Book(
-            self.clients,
-            dict(self.parts),
-            list(self.sets),
-            by_pair,
-            list(self.entries),
+        after = copy(self)
+        after.parts, after.sets, after.entries = dict(self.parts), list(self.sets), list(self.entries)
+        after.kinds, after.kind_list, after.everyone = (
+            dict(self.kinds),
+            list(self.kind_list),
             self.everyone.copy(),
-            self.counted,
         )
+        after.by_pair = {pair: list(claims) for pair, claims in self.by_pair.items()}
         after.add(release)
         return after
 
@@ -138,20 +145,22 @@ def of_clients(book: Book, pair: Pair, wanted: Callable[[Claim], bool]) -> Histo
 
     Multipliers are rounded down to a grid where a family has more than `GRID` of them.
     """
-    claims = [
-        (part, c, c.event) for part, c in book.by_pair.get(pair, ()) if c.event is not None and wanted(c)
+    claims = [(part, claim, kind) for part, claim, kind in book.by_pair.get(pair, ()) if wanted(claim)]
+    held = [(part, kind, c.event.steps) for part, c, kind in claims if c.event and c.scope == "holder"]
+    parts, kinds, steps = np.array(held, dtype=np.int64).reshape(-1, 3).T
+    everyone = [
+        (book.kinds[_once(claim.event)], times * claim.event.steps)
+        for claim, times in book.everyone.items()
+        if claim.event and (claim.observer, claim.unit) == pair and wanted(claim)
     ]
-    column: dict[Event, int] = {}
-    coarse = _coarser({_once(event) for _, _, event in claims})
-    place = {event: column.setdefault(rounded, len(column)) for event, rounded in coarse.items()}
-    held = [(part, place[_once(event)], event.steps) for part, c, event in claims if c.scope == "holder"]
-    parts, columns, steps = np.array(held, dtype=np.int64).reshape(-1, 3).T
-    per_part = coo_array((steps, (parts, columns)), shape=(len(book.parts), len(column))).tocsr()
-    shared = np.zeros(len(column), dtype=np.int64)
-    for claim, times in book.everyone.items():
-        if claim.event is not None and (claim.observer, claim.unit) == pair and wanted(claim):
-            shared[place[_once(claim.event)]] += times * claim.event.steps
-    return Histories(tuple(column), csr_array(book.met() @ per_part), shared)
+    shared_kinds, shared_steps = np.array(everyone, dtype=np.int64).reshape(-1, 2).T
+    used = np.unique(np.concatenate([kinds, shared_kinds]))
+    columns, place = _columns([book.kind_list[kind] for kind in used])
+    places = place[np.searchsorted(used, kinds)]
+    per_part = coo_array((steps, (parts, places)), shape=(len(book.parts), len(columns))).tocsr()
+    shared = np.zeros(len(columns), dtype=np.int64)
+    np.add.at(shared, place[np.searchsorted(used, shared_kinds)], shared_steps)
+    return Histories(columns, csr_array(book.met() @ per_part), shared)
 
 
 def most(first: Histories, second: Histories) -> Histories:
@@ -292,17 +301,19 @@ def worst(
     bounds = None if quick is None else quick[order]
     best = judge.answer(histories.uses(0), delta, accountant)
     done = [histories.uses(0)]
+    most_exact = min(max(_EXACT // max(len(done[0]), 1), 3), 60)
     for i in range(1, len(order)):
         if best.epsilon is None or (bounds is not None and bounds[i] <= best.epsilon):
             break
         if (uses := histories.uses(i)) in done:
             continue
-        if len(done) in (1, _EXACT):  # perhaps one history that dominates all the others settles it
-            rest = judge.answer(covering(histories.only(range(i, len(order)))).uses(0), delta, accountant)
+        if len(done) in (1, most_exact):  # perhaps one history that dominates all the others settles it
+            open_end = len(order) if bounds is None else int((bounds > best.epsilon).sum())
+            rest = judge.answer(covering(histories.only(range(i, open_end))).uses(0), delta, accountant)
             if bounds is not None and (rest.epsilon is None or bounds[i] < rest.epsilon):
                 rest = Answer("rdp", float(bounds[i]), delta, "sound", "")
             near = rest.epsilon is not None and rest.epsilon <= best.epsilon * _CLOSE
-            if near or len(done) == _EXACT:
+            if near or len(done) == most_exact:
                 best = _larger(best, rest)
                 break
         best = _larger(best, judge.answer(uses, delta, accountant))
@@ -331,29 +342,31 @@ def _family(event: Event) -> tuple:
     return (*shape, sampling.kind, sampling.batch, sampling.population)
 
 
-def _coarser(events: Iterable[Event]) -> dict[Event, Event]:
-    """Map each event to one with the same or a smaller multiplier, at most `GRID` multipliers per family.
+def _columns(events: Sequence[Event]) -> tuple[tuple[Event, ...], np.ndarray]:
+    """Distinct events to account for, and the place of each given event among them.
 
-    The grids are nested, so rounding twice is rounding once and earlier answers stay comparable.
+    A family with more than `GRID` multipliers is rounded down to at most so many. The grids are nested, so
+    rounding twice is rounding once, and answers before and after one more round stay comparable.
     """
-    families: dict[tuple, list[Event]] = defaultdict(list)
-    for event in events:
-        families[_family(event)].append(event)
-    rounded: dict[Event, Event] = {}
-    for members in families.values():
-        multipliers = np.array([event.noise.multiplier for event in members])
-        step = _NESTED
-        values = multipliers
+    families: dict[tuple, list[int]] = defaultdict(list)
+    for i, event in enumerate(events):
+        families[_family(event)].append(i)
+    columns: dict[tuple[tuple, float, float], tuple[int, Event]] = {}
+    place = np.zeros(len(events), dtype=np.int64)
+    for family, members in families.items():
+        given = np.array([events[i].noise.multiplier for i in members])
+        values, step = given, _NESTED
         while len(np.unique(values)) > GRID:
-            values = np.exp(np.floor(np.log(multipliers) / step) * step)
-            values = np.where(values > multipliers, values * np.exp(-step), values)
+            values = np.exp(np.floor(np.log(given) / step) * step)
+            values = np.where(values > given, values * np.exp(-step), values)
             step *= 2
-        for event, value in zip(members, values, strict=True):
-            same = value == event.noise.multiplier
-            rounded[event] = (
-                event if same else replace(event, noise=replace(event.noise, multiplier=float(value)))
-            )
-    return rounded
+        for i, value in zip(members, values.tolist(), strict=True):
+            key = (family, value, events[i].sampling.rate)
+            if key not in columns:
+                rounded = replace(events[i], noise=replace(events[i].noise, multiplier=value))
+                columns[key] = (len(columns), rounded)
+            place[i] = columns[key][0]
+    return tuple(event for _, event in columns.values()), place
 
 
 def _strength(histories: Histories) -> np.ndarray:

@@ -58,6 +58,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+ROUNDING = 1 + 1e-8  # composing round by round and all at once differ by less
+
+
 class _Past(NamedTuple):
     """An accepted release, as far as a replay has to match it."""
 
@@ -278,7 +281,7 @@ class Ledger:
         return Release(body["round"], groups, body.get("note", ""))
 
     def _claims(self, book: Book, pair: Pair) -> list[Claim]:
-        return [claim for part in (book, self._committed) for _, claim in part.by_pair.get(pair, ())]
+        return [claim for part in (book, self._committed) for _, claim, _ in part.by_pair.get(pair, ())]
 
     def _touches(self, release: Release, budget: Budget) -> bool:
         """Whether the release can move the budgeted row (a co-holder of an example moves it too)."""
@@ -294,7 +297,7 @@ class Ledger:
         over = []
         for budget in self.header.budgets if budgets is None else budgets:
             reached = self._reached(book, budget, budget.epsilon)
-            if reached is None or reached > budget.epsilon:
+            if reached is None or reached * ROUNDING > budget.epsilon:
                 over.append(Exceeded(budget, reached))
         return over
 
@@ -303,7 +306,8 @@ class Ledger:
         pair, name = (budget.observer, budget.unit), budget.accountant
         delta = self.header.delta if budget.delta is None else budget.delta
         if budget.verdict == "sound":
-            return self._sound(book, pair, delta, name, budget.client, limit)[0].epsilon
+            answer = self._sound(book, pair, delta, name, budget.client, limit)[0]
+            return answer.epsilon if answer.verdict == "sound" else None
         chosen = _nominal(name, name)
         return self._judged(book, pair, chosen, delta, name, budget.client, limit, committed=False)[0].epsilon
 
@@ -344,13 +348,13 @@ class Ledger:
     def _broken(self, book: Book, pair: Pair, client: int | None = None) -> str:
         """Why a release ends the sound promise about `pair` (to the holder of `client`'s data, if given)."""
         said: dict[int, dict[str, str]] = {}
-        for part, claim in book.by_pair.get(pair, ()):
+        for part, claim, _ in book.by_pair.get(pair, ()):
             kept = claim.verdict == "sound" or claim.accountant == GROUP
             said.setdefault(part, {})["sound" if kept else claim.verdict] = (
                 claim.reason or "no finite promise"
             )
         ends = {part: v for part, v in said.items() if "none" in v or ("nominal" in v and "sound" not in v)}
-        shared = any(c.scope == "everyone" for part, c in book.by_pair.get(pair, ()) if part in ends)
+        shared = any(c.scope == "everyone" for part, c, _ in book.by_pair.get(pair, ()) if part in ends)
         alone = client is not None and not shared and (self.header.copies == 1 or pair[1] != "example")
         if ends and alone and not book.who_met(set(ends))[client]:
             return ""
@@ -392,9 +396,10 @@ class Ledger:
     def _sound_rows(self, pair: Pair, delta: float, name: str) -> list[Row]:
         """The sound row (or its `none`); after a data-dependent stop also the nominal epsilon at the stop."""
         answer, relation = self._sound(self._book, pair, delta, name)
-        reasons = _reasons(claim for claim in self._claims(self._book, pair) if _is_sound(claim))
+        claims = [claim for claim in self._claims(self._book, pair) if _is_sound(claim) and claim.event]
+        reasons = _reasons(claims)
         rows = [self._row(pair, answer, relation, reasons if answer.epsilon is not None else [])]
-        if self.header.stopping == "data" and not self._broken(self._book, pair):
+        if self.header.stopping == "data" and claims and not self._broken(self._book, pair):
             stop, relation = self._judged(self._book, pair, _is_sound, delta, name, committed=False)
             if stop.epsilon != answer.epsilon:
                 why = "epsilon where the data stopped it; promised is only the maximum committed in advance"
@@ -413,7 +418,8 @@ class Ledger:
         said = [*reasons, answer.reason]
         if self.header.simulated and answer.verdict == "sound":
             said.append(SECRET)
-        reason = "; ".join(dict.fromkeys(text for text in said if text))
+        words = (text for sentence in said for text in sentence.split("; "))
+        reason = "; ".join(dict.fromkeys(text for text in words if text and not text.endswith(" neighbours")))
         return Row(*pair, answer.epsilon, answer.delta, answer.accountant, answer.verdict, reason, relation,
                    self.header.simulated)  # fmt: skip
 
