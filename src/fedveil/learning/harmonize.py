@@ -32,7 +32,7 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
             mechanism = mechanisms[client % len(mechanisms)]
             key = (epsilon, mechanism, dealt.size(client))
             if key not in cache:
-                recipe = with_changes(task.recipe, {"mechanism": mechanism, **_clip_for(mechanism)})
+                recipe = with_changes(task.recipe, {"mechanism": mechanism, **clip_for(mechanism)})
                 cache[key] = (
                     recipe,
                     sigma_for(replace(task, recipe=recipe), config, epsilon, rounds, key[2]),
@@ -52,7 +52,8 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     )
 
 
-def _clip_for(mechanism: str) -> dict[str, Any]:
+def clip_for(mechanism: str) -> dict[str, Any]:
+    """The changes of a recipe's clip that a mechanism asks for."""
     if mechanism in ("laplace", "joint-staircase"):
         return {"clip.norm": "l1", "clip.kind": "flat"}
     return {"clip.norm": "l2"}

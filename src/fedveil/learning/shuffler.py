@@ -304,6 +304,11 @@ async def take_round(address: str, round_number: int, private: bytes) -> tuple[l
     return [data[i : i + length] for i in range(0, len(data), length)], reply
 
 
+async def facts_of(address: str) -> dict[str, Any]:
+    """What a shuffler says about itself: frame_bytes, frames, minimum, server_key."""
+    return (await _ask(address, {"do": "info"}))[0]
+
+
 async def _ask(address: str, header: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
     kind, where = _address(address)
     if kind == "unix":
