@@ -16,6 +16,7 @@ from fedveil.privacy.vectors import vector_guarantee
 
 _LARGE = (*range(11, 64), *range(64, 129, 8), *range(160, 257, 32), *range(320, 513, 64), 640, 768, 1024)
 TODAY = (*(1 + x / 10 for x in range(1, 100)), *map(float, _LARGE))
+_WITHOUT_REPLACEMENT = (*range(2, 21), *range(22, 63, 2), 80, 128, 512, 1024)
 _QUARTERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5)
 MOMENTS = (*_QUARTERS, *map(float, range(5, 64)), 128.0, 256.0, 512.0)  # TensorFlow Privacy's grid
 
@@ -84,11 +85,17 @@ def _gaussian_log_moment(sigma: float, rate: float, order: float) -> float:
 @lru_cache(maxsize=512)
 def fixed_size(multiplier: float, batch: int, population: int, orders: tuple[float, ...]) -> Array:
     """Gaussian noise on a batch of fixed size drawn without replacement; replace-one neighbours, whose change
-    of the sum is the unit of `multiplier`. The bound of Wang, Balle and Kasiviswanathan as in dp-accounting."""
-    judge = rdp_privacy_accountant.RdpAccountant(list(orders), dp_accounting.NeighboringRelation.REPLACE_ONE)
+    of the sum is the unit of `multiplier`. The bound of Wang, Balle and Kasiviswanathan as in dp-accounting, at
+    some orders (it is slow); in between the log moment is convex in the order, so a chord bounds it."""
+    knots = [1, *_WITHOUT_REPLACEMENT]
+    judge = rdp_privacy_accountant.RdpAccountant(
+        list(_WITHOUT_REPLACEMENT), dp_accounting.NeighboringRelation.REPLACE_ONE
+    )
     step = dp_accounting.GaussianDpEvent(multiplier)
     judge.compose(dp_accounting.SampledWithoutReplacementDpEvent(population, batch, step))
-    return np.array(judge.rdp)
+    logs = np.append(0.0, np.array(judge.rdp) * (np.array(_WITHOUT_REPLACEMENT) - 1))
+    wanted = np.array(orders)
+    return np.interp(wanted, knots, logs) / (wanted - 1)
 
 
 def to_epsilon(orders: tuple[float, ...], divergences: Array, delta: float) -> float:

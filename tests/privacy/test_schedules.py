@@ -1,0 +1,104 @@
+"""Schedules: end points, rates, clocks, and refusals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil.errors import UserError
+from fedveil.privacy.schedules import AUTHORS_ROUND_SIGMA, AUTHORS_STEP_EPSILON, Schedule, by_iteration, parse
+
+
+def test_end_points_are_met_one_past_the_last_step():
+    for text in ("linear:15:4.85", "exponential:15:4.85"):
+        values = parse(text).values(100)
+        assert values[0] == 15
+        assert values[-1] > 4.85 and values[-1] == pytest.approx(4.85, abs=0.12)
+        assert np.all(np.diff(values) < 0)
+
+
+def test_rates_and_end_points_describe_the_same_schedule():
+    assert np.allclose(
+        parse("linear:6:2").values(50), Schedule("linear", 6, rate=(1 - 2 / 6) / 50).values(50)
+    )
+    exponential = Schedule("exponential", 6, rate=math.log(3) / 50)
+    assert np.allclose(parse("exponential:6:2").values(50), exponential.values(50))
+
+
+def test_staircase_holds_each_step():
+    values = parse("staircase:15:5:every=10").values(100)
+    assert np.allclose(values[:10], 15) and np.allclose(values[10:20], 14) and np.allclose(values[90:], 6)
+
+
+def test_clip_bounds_may_rise():
+    assert parse("linear:2:6").value(25, 50) == pytest.approx(4)
+
+
+def test_rounds_and_iterations_are_different_clocks():
+    per_round = parse("linear:15:5").per_iteration(10, 3)
+    assert np.allclose(per_round[:3], 15) and len(per_round) == 30
+    per_step = by_iteration(parse("linear:15:5")).per_iteration(10, 3)
+    assert per_step[1] < 15 and per_step[-1] > 5
+    assert parse("linear:15:5:iteration").by == "iteration"
+
+
+def test_cyclic_schedules_restart_and_respect_the_floor():
+    values = parse("cosine-cyclic:15:floor=4:cycles=5").values(100)
+    assert values[0] == values[20] == values[80] == 15
+    assert values.min() == 4
+    triangular = parse("triangular-cyclic:15:8:floor=4:every=10").values(100)
+    assert triangular[10] == pytest.approx(4) and triangular[0] == 15
+    assert triangular[20] == pytest.approx(15 - 7 * 0.2)  # the peak decays on the way
+    halved = parse("triangular-cyclic:16:floor=1:every=5:rate=0.5").values(40)
+    assert list(halved[[0, 10, 20, 30]]) == [16, 8, 4, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(["linear", "staircase", "exponential", "triangular-cyclic", "cosine-cyclic"]),
+    st.floats(0.1, 50),
+    st.floats(0.1, 50),
+    st.integers(1, 60),
+)
+def test_values_stay_positive_and_between_the_end_points(kind, first, last, total):
+    floor = min(first, last)
+    values = Schedule(kind, first, last, floor=floor).values(total)
+    assert np.all(values >= floor * (1 - 1e-12))
+    assert np.all(values <= max(first, last) * (1 + 1e-12))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("cosine-cyclic:15", "floor"),
+        ("triangular-cyclic:15:5", "floor"),
+        ("linear:15", "rate"),
+        ("linear:15:-1", "last"),
+        ("linear:0:5", "first"),
+        ("linear:x:5", "not a number"),
+        ("linar:15:5", "linear"),
+        ("linear:15:5:wobble=3", "wobble"),
+        ("linear:15:5:3", "expected"),
+        ("linear:15:5:rate=0.1", "not both"),
+        ("staircase:15:5:every=0", "every"),
+        ("constant:nan", "first"),
+        ("", "number"),
+    ],
+)
+def test_bad_schedules_say_what_is_wrong(text, word):
+    with pytest.raises(UserError, match=word):
+        parse(text)
+
+
+def test_a_rate_that_reaches_zero_is_refused_where_it_happens():
+    with pytest.raises(UserError, match="step 10 of 20"):
+        Schedule("linear", 1.0, rate=0.1).values(20)
+
+
+def test_the_published_rows_used_other_sigmas_than_stated():
+    at = np.array([0.0, 9999.0])
+    linear = math.sqrt(2 * math.log(125000)) / AUTHORS_STEP_EPSILON["linear"](at)
+    assert np.allclose(linear, [15.76, 3.71], atol=0.01)  # the text says 15 and 4.85
+    assert AUTHORS_ROUND_SIGMA["staircase"](np.array([99.0]))[0] == 4  # floored by operator precedence
