@@ -64,9 +64,9 @@ def print_table(
     rows: Sequence[Sequence[str]],
     *,
     right: Sequence[str] = (),
-    notes: Sequence[str] = (),
+    notes: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """A plain table that fits 80 columns if its cells do, and numbered notes below for the long words.
+    """A plain table that fits 80 columns if its cells do, and (number, text) notes below for the long words.
 
     Colour marks the verdicts sound, nominal and none, where the terminal has colours.
     """
@@ -77,14 +77,18 @@ def print_table(
 
     colours = {"sound": "green", "nominal": "yellow", "none": "red"}
     console = Console(highlight=False)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    console.print(Text(title, style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
     console.print(table)
-    for note in notes:
-        console.print(Text(note), soft_wrap=False)
+    if notes:
+        below = Table.grid(padding=(0, 2))
+        for mark, text in notes:
+            below.add_row(mark, Text(text))
+        console.print(below)
 
 
 class Notes:
@@ -97,9 +101,9 @@ class Notes:
         """The number to print in a cell, or nothing for an empty text."""
         return str(self._texts.setdefault(text, len(self._texts) + 1)) if text else ""
 
-    def lines(self) -> list[str]:
-        """The notes, numbered, one sentence each."""
-        return [f"{number}  {text}" for text, number in self._texts.items()]
+    def lines(self, *more: str) -> list[tuple[str, str]]:
+        """The notes with their numbers, then `more` without."""
+        return [(str(number), text) for text, number in self._texts.items()] + [("", text) for text in more]
 
 
 def one_of(option: str, value: str, known: Sequence[str]) -> str:

@@ -108,6 +108,10 @@ def epsilon(
     dimension: Dimension = 1,
     nu: Nu = None,
     relation: Relation = None,
+    honest: Annotated[
+        bool,
+        typer.Option("--honest", help="Let basic, advanced and optimal split delta so that no more is paid."),
+    ] = False,
     as_json: JsonFlag = False,
     plot: PlotOption = None,
 ) -> None:
@@ -138,7 +142,7 @@ def epsilon(
     given = _multipliers(noise_multiplier, schedule, steps)
     events = _events(template, [multiplier / cost for multiplier in given])
     names = list(accountants.ACCOUNTANTS) if accountant == "all" else [accountant]
-    answers = [accountants.answer(events, delta, name) for name in names]
+    answers = [accountants.answer(events, delta, name, honest=honest) for name in names]
     rows = [asdict(answer) for answer in answers]
     if target:
         curves = {name: _course(template, [m / cost for m in given], delta, name) for name in names}
@@ -151,14 +155,12 @@ def epsilon(
              notes.mark(row["reason"])]
             for row in rows
         ]  # fmt: skip
-        title = f"{mechanism}, {steps} steps, {_describe(drawn)}, {neighbours} neighbours"
+        title = f"{mechanism}, {_steps(steps)}, {_describe(drawn)}, {neighbours} neighbours"
         extra = (
-            []
-            if cost == 1
-            else [f"Effective multiplier: the given one divided by {figure(cost)} (joint bound)."]
+            [f"The joint bound is {cost:g} times the clip bound (layers, neighbours)."] if cost > 1 else []
         )
         columns = ("accountant", "epsilon", "delta paid", "verdict", "note")
-        print_table(title, columns, cells, right=("epsilon", "delta paid"), notes=[*notes.lines(), *extra])
+        print_table(title, columns, cells, right=("epsilon", "delta paid"), notes=notes.lines(*extra))
         _say_saved(target)
 
     emit(rows if accountant == "all" else rows[0], as_json, show)
@@ -236,7 +238,9 @@ def calibrate(
         emit(
             data,
             as_json,
-            lambda: typer.echo(f"{most} steps stay within epsilon {figure(target)} at delta {delta:g}."),
+            lambda: typer.echo(
+                f"{_steps(most)} stay within epsilon {figure(target)} at delta {figure(delta)}."
+            ),
         )
         return
     if mechanism == "all":
@@ -269,7 +273,7 @@ def calibrate(
                 figure(row["epsilon"]),
             )
             cells.append([row["mechanism"], *numbers, row["accountant"], row["verdict"], notes.mark(said)])
-        title = f"epsilon {figure(target)}, delta {delta:g}, {steps} steps, {_describe(drawn)}, {neighbours}"
+        title = f"epsilon {figure(target)}, delta {figure(delta)}, {_steps(steps)}, {_describe(drawn)}, {neighbours}"
         columns = ("mechanism", "multiplier", "noise std", "epsilon", "by", "verdict", "note")
         print_table(title, columns, cells, right=columns[1:4], notes=notes.lines())
         _say_saved(file)
@@ -345,7 +349,7 @@ def ledger(
                 f"The last write was interrupted ({book.torn_bytes} bytes); nothing was released with it."
             )
         columns = ("observer", "unit", "epsilon", "delta", "by", "verdict", "note")
-        print_table(title, columns, cells, right=("epsilon", "delta"), notes=[*notes.lines(), *extra])
+        print_table(title, columns, cells, right=("epsilon", "delta"), notes=notes.lines(*extra))
         _say_saved(target)
 
     emit([asdict(row) for row in rows], as_json, show)
@@ -511,7 +515,7 @@ def _calibration(result: Any, cost: float) -> dict[str, Any]:
         "reason": result.reason,
     }
     if result.lam is not None:
-        row["lambda"], row["nu"] = result.lam / cost, result.nu
+        row["lambda"], row["nu"] = result.lam, result.nu  # of the law at the joint bound
     return row
 
 
@@ -521,6 +525,10 @@ def _describe(sampling: Sampling) -> str:
     if sampling.kind == "fixed":
         return f"{sampling.batch} of {sampling.population} without replacement"
     return "partition (no amplification)" if sampling.kind == "partition" else "no sampling"
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def _say_saved(path: Path | None) -> None:
