@@ -382,8 +382,8 @@ def judge(
     independent: canaries cannot influence each other's scores (own coordinates, own noise); then the exact
     interval, the Gaussian route and the promised curve take part, otherwise only the one-run bounds. The level
     is split evenly between the tests that may accuse. "promise holds" is said only if a twofold violation would
-    have been seen: a mechanism of twice the epsilon by the one-run bound, or half the noise by the promised
-    curve; otherwise "not enough evidence".
+    have been seen: half the noise by the promised curve where that is tested, otherwise twice the epsilon by the
+    one-run bound; if not, "not enough evidence".
     """
     tests: dict[str, Bound] = {"one_run": one_run_bound(delta), "one_run_fdp": one_run_bound(delta, fdp=True)}
     if independent:
@@ -408,8 +408,10 @@ def judge(
         verdict: Verdict = "promise broken"
         if contradicted:
             reason += f"; the promised curve is contradicted at epsilon {where:g}"
-    elif (curve is not None and independent and half_noise_visible(scores, curve, level)) or _double_visible(
-        scores.canaries, epsilon_promised, delta, level
+    elif (
+        half_noise_visible(scores, curve, level)
+        if curve is not None and independent
+        else _double_visible(scores.canaries, epsilon_promised, delta, level)
     ):
         verdict = "promise holds"
         reason += f", promised {epsilon_promised:.3g}, {scores.canaries} canaries could show up to {most:.3g}"

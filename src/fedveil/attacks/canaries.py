@@ -1,0 +1,322 @@
+"""Canaries: replay a run's recipe with inserted units whose presence an observer tries to detect.
+
+Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of an extra dense layer
+beside the user's model. Its gradient is far above any clip bound and lies in that column, so after clipping it is a
+worst-case contribution, and no two canaries (and no real data) meet in a coordinate. A fair coin decides whether a
+canary is in or replaced by a row without a slot (zero-out neighbours, so that client sizes, sampling rates and
+ledger stay those of the run). The observer's score is the inner product of the canary's gradient direction with
+what was released, summed over the run.
+
+Learning rates are chosen so that the slots keep their gradient through the run: they scale contribution and noise
+alike and are no part of any promise. Everything else (recipe, engine code, sampling, noise, merging) is the run's.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.audit import Audit, Scores, judge
+from fedveil.engines.simulate import Prepared, cohort_of, header_of, prepare, release_of, train_cohort
+from fedveil.errors import UserError
+from fedveil.keys import generator
+from fedveil.learning import local
+from fedveil.learning.reference import example_gradient
+from fedveil.learning.round import State, learning_rate_of, merge, moment_of, plan_of, start, uploads_of
+from fedveil.models.layout import flatten, layout_of
+from fedveil.privacy.events import Observer, Unit
+from fedveil.privacy.ledger import Ledger
+from fedveil.runs.config import RunConfig
+
+LOUD = 1000.0  # size of a slot's feature: its gradient dwarfs the rest of the example's
+REAL_ROWS = 500  # distinct rows of the run's data that keep the canaries company
+
+
+class Slots(nn.Module):
+    """The user's model plus a dense layer on the slots; examples without a slot see the model alone."""
+
+    def __init__(self, inner: nn.Module, shape: tuple[int, ...], outputs: int, slots: int) -> None:
+        super().__init__()
+        self.inner, self.shape, self.width = inner, tuple(shape), math.prod(shape)
+        self.slots = nn.Linear(slots, outputs, bias=False)
+        nn.init.zeros_(self.slots.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain, slots = x[:, : self.width], x[:, self.width :]
+        return self.inner(plain.reshape(len(x), *self.shape)) + self.slots(slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A prepared run with canaries on stage."""
+
+    prepared: Prepared
+    included: np.ndarray  # [m] the coins
+    host: np.ndarray  # [m] client of each canary
+    direction: np.ndarray  # [outputs] of a canary's gradient in its slot's column
+    columns: tuple[int, int, int]  # offset, outputs, slots of the slot layer in the flat vector
+
+
+def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
+    """Which unit the recipe protects, and the first observer who gets the noised release."""
+    recipe = prepared.task.recipe
+    unit: Unit = "client" if recipe.target == "update" else "example"
+    return unit, "public" if recipe.where in ("server", "sum") else "server"
+
+
+def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
+    """Build the probe: slots beside the model, canaries in place of some of the clients' rows."""
+    task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
+    if task.recipe.mechanism == "two-valued":
+        raise UserError(
+            "canary slots need additive noise; LDP-FL's two-valued reports are not audited this way."
+        )
+    unit, _ = unit_of(prepared)
+    draw = generator(seed, "canaries")
+    if unit == "client":
+        hosts = draw.permutation(dealt.clients)[:canaries]
+    else:
+        room = np.minimum(np.array([dealt.size(c) for c in range(dealt.clients)]) // 2, canaries)
+        rounds = np.concatenate([np.flatnonzero(room > k) for k in range(int(room.max(initial=0)))])
+        hosts = rounds[:canaries]
+    if len(hosts) < 2:
+        raise UserError(f"no room for canaries: {dealt.clients} clients; an audit needs at least two.")
+    count = len(hosts)
+    included = np.zeros(count, bool)
+    included[draw.permutation(count)[: count // 2]] = True  # as many in as out; which is a fair coin
+
+    outputs = 1 if dataset.classes is None else int(dataset.classes)
+    module = Slots(task.module, dataset.shape, outputs, count)
+    layout = layout_of(module)
+    kept = draw.choice(len(task.x), min(REAL_ROWS, len(task.x)), replace=False)
+    width = math.prod(dataset.shape)
+    x = np.zeros((len(kept) + count + 1, width + count), np.float32)
+    y = np.zeros(len(x), task.y.dtype)
+    x[: len(kept), :width], y[: len(kept)] = task.x[kept].reshape(len(kept), -1), task.y[kept]
+    x[len(kept) + np.arange(count), width + np.arange(count)] = LOUD
+    if dataset.classes is None:
+        y[len(kept) :] = 100.0  # far from any prediction
+    empty = len(x) - 1
+
+    mine: dict[int, list[int]] = {}
+    for canary, client in enumerate(hosts.tolist()):
+        mine.setdefault(client, []).append(len(kept) + canary if included[canary] else empty)
+
+    def rows(client: int) -> np.ndarray:
+        own = np.array(mine.get(client, []), np.int64)
+        size = dealt.size(client)
+        if unit == "client" and len(own):
+            return np.full(size, own[0])
+        filler = generator(seed, "company", client).integers(0, len(kept), size - len(own))
+        return np.concatenate([own, filler])
+
+    bound = max(moment_of(task, start(task, prepared.initial)).bounds)
+    rates: dict[str, Any] = {
+        "learning_rate_end": None,
+        "momentum": 0.0,
+        "average": 0.0,
+        "server_momentum": 0.0,
+    }
+    if unit == "client":
+        rates |= {"learning_rate": 20 * bound / LOUD, "server_learning_rate": 1e-6}
+    else:
+        sigma = max(1e-3, max(moment_of(task, start(task, prepared.initial)).sigmas))
+        steps = task.setting.steps * task.setting.rounds
+        drift = LOUD * sigma * bound * math.sqrt(steps) / task.setting.batch
+        rates |= {"learning_rate": min(task.learning_rate, 0.2 / drift), "server_learning_rate": 1.0}
+    staged_task = replace(
+        task, module=module, layout=layout, x=x, y=y, rows=rows,
+        setting=replace(task.setting, layers=layout.layers, dimension=layout.size), **rates,
+    )  # fmt: skip
+    initial = flatten(module)
+    offset = layout.offsets[layout.names.index("slots.weight")]
+    _, gradient = example_gradient(
+        module, layout, torch.as_tensor(initial), x[len(kept)], y[len(kept)], staged_task.loss
+    )
+    column = gradient.numpy()[offset : offset + outputs * count].reshape(outputs, count)[:, 0]
+    first = start(staged_task, initial)
+    plan = plan_of(staged_task, moment_of(staged_task, first), 0, dealt.size(0))
+    engine, why = local.choose(
+        module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto"
+    )
+    config = prepared.config.model_copy(update={"engine": "auto"})
+    return Staged(
+        replace(prepared, config=config, task=staged_task, initial=initial, engine=engine, engine_reason=why),
+        included, np.asarray(hosts), column / np.linalg.norm(column), (offset, outputs, count),
+    )  # fmt: skip
+
+
+def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.ndarray], np.ndarray]]:
+    """Play the rounds: (state before the round, uploads by client, mean update of the model)."""
+    prepared = staged.prepared
+    state = start(prepared.task, prepared.initial)
+    for _ in range(rounds):
+        now = moment_of(prepared.task, state)
+        clients = cohort_of(prepared, now.number)
+        uploads: dict[int, np.ndarray] = {}
+
+        def sent(
+            now: Any = now, state: State = state, clients: np.ndarray = clients, uploads: Any = uploads
+        ) -> Any:
+            for chunk, result in train_cohort(prepared, state, now, clients):
+                if not result.finite.all():
+                    raise UserError("the audited run diverged, so the audit says nothing about it.")
+                for upload in uploads_of(prepared.task, now, state, chunk, result):
+                    uploads[upload.client] = _slots(staged, upload.update)
+                    yield upload
+
+        following, _ = merge(prepared.task, state, now, sent())
+        yield state, uploads, _slots(staged, following.weights - state.weights)
+        state = following
+
+
+def _slots(staged: Staged, vector: np.ndarray) -> np.ndarray:
+    """Each canary's projection: minus the inner product of its direction with its column [m]."""
+    offset, outputs, slots = staged.columns
+    return -staged.direction @ vector[offset : offset + outputs * slots].reshape(outputs, slots)
+
+
+def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float]:
+    """Scores of all canaries in units of the promised noise, and the threshold, fixed by the promise alone.
+
+    The threshold is half the score that an included canary is expected to have."""
+    prepared = staged.prepared
+    task, recipe = promise.task, promise.task.recipe
+    unit, observer = unit_of(promise)
+    total, looks, expected = (
+        np.zeros(len(staged.host)),
+        np.zeros(len(staged.host)),
+        np.zeros(len(staged.host)),
+    )
+    sizes = np.array([prepared.partition.size(int(c)) for c in staged.host], float)
+    for state, uploads, mean in releases(staged, rounds):
+        now = moment_of(task, state)
+        bound, sigma, steps = now.bounds[0], now.sigmas[0], task.setting.steps
+        per = task.setting.batch if unit == "example" else task.setting.cohort
+        factor = {"sum": 1.0, "example": math.sqrt(per), "mean": per}[recipe.noise_on]
+        noise = sigma * bound * factor if sigma * bound > 0 else 1.0
+        if recipe.clip.kind == "layer" and recipe.clip.split:
+            bound /= math.sqrt(task.layout.layers)
+        rate = learning_rate_of(prepared.task, state.round)
+        if observer == "public":
+            scale = task.setting.cohort if recipe.where == "server" else _everyone(promise) / rate
+            seen = mean / prepared.task.server_learning_rate * scale
+            present = np.ones(len(staged.host), bool)
+            signal = bound * min(1.0, task.setting.cohort / task.setting.clients) * np.ones(len(staged.host))
+            if recipe.where == "sum":
+                signal = bound * np.minimum(1.0, task.setting.batch / sizes)
+        else:
+            present = np.isin(staged.host, list(uploads))
+            seen = np.array([
+                uploads[int(c)][k] if int(c) in uploads else 0.0 for k, c in enumerate(staged.host)
+            ])  # fmt: skip
+            signal = np.full(len(staged.host), bound)
+            if recipe.where == "step":
+                batch = np.minimum(task.setting.batch, sizes)
+                seen = seen * batch / rate
+                noise *= math.sqrt(steps)
+                signal = bound * steps * np.minimum(1.0, task.setting.batch / sizes)
+        total += np.where(present, seen / noise, 0.0)
+        expected += np.where(present, signal / noise, 0.0)
+        looks += present
+    looked = looks > 0
+    values = total[looked] / np.sqrt(looks[looked])
+    threshold = float(np.median(expected[looked] / np.sqrt(looks[looked]))) / 2
+    chosen = staged.included[looked]
+    return Scores(values[chosen], values[~chosen]), threshold
+
+
+def _everyone(prepared: Prepared) -> float:
+    setting = prepared.task.setting
+    return (
+        float(setting.examples)
+        if prepared.task.recipe.sampling == "full"
+        else setting.batch * setting.clients
+    )
+
+
+def promised(
+    ledger: Ledger, observer: Observer, unit: Unit, delta: float
+) -> tuple[float | None, str, Callable[[float], float]]:
+    """(epsilon, verdict, the whole curve delta(epsilon)) of one row of a ledger."""
+    epsilon, status = ledger.epsilon(observer, unit, delta), "sound"
+    if epsilon is None:
+        status = "none"
+        for row in ledger.table(delta=delta):
+            if (row.observer, row.unit, row.verdict) == (observer, unit, "nominal"):
+                epsilon, status = row.epsilon, "nominal"
+    if status != "sound":
+        return epsilon, status, lambda _epsilon: 1.0
+    points = [
+        (ledger.epsilon(observer, unit, d), d)
+        for d in (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8)
+    ]
+
+    def curve(at: float) -> float:
+        """The smallest of the computed deltas that is promised at this epsilon or below."""
+        fitting = [d for e, d in points if e is not None and e <= at]
+        return min(fitting, default=1.0)
+
+    return epsilon, status, curve
+
+
+def audit(
+    config: RunConfig,
+    *,
+    ledger: Ledger | None = None,
+    practice: RunConfig | None = None,
+    canaries: int = 1000,
+    rounds: int | None = None,
+    seed: int = 0,
+    significance: float = 0.05,
+) -> tuple[Audit, dict[str, Any]]:
+    """Replay `config` with canaries and judge the promise of `ledger` (default: the one this run would write).
+
+    practice: what is really executed, if that is not `config` (for testing the audit itself).
+    """
+    began = time.process_time()
+    base = prepare(config)
+    if not base.task.recipe.private:
+        raise UserError(f"recipe '{base.task.recipe.name}' adds no noise, so there is no promise to audit.")
+    unit, observer = unit_of(base)
+    rounds = min(rounds or config.rounds, config.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        if ledger is None:
+            ledger = Ledger.create(Path(folder) / "ledger.jsonl", header_of(base))
+            state = start(base.task, base.initial)
+            for index in range(rounds):
+                now = moment_of(base.task, replace(state, round=index))
+                ledger.spend(release_of(base, now, cohort_of(base, now.number)))
+            ledger.close()
+        epsilon, status, curve = promised(ledger, observer, unit, config.delta)
+    staged = stage(prepare(practice) if practice else base, canaries, seed)
+    scores, threshold = score(staged, base, rounds)
+    found = judge(
+        scores,
+        epsilon_promised=epsilon,
+        delta=config.delta,
+        threshold=threshold,
+        status=status,
+        curve=curve if status == "sound" else None,
+        independent=True,
+        significance=significance,
+    )
+    facts = {
+        "unit": unit,
+        "observer": observer,
+        "rounds": rounds,
+        "engine": staged.prepared.engine,
+        "cpu_seconds": time.process_time() - began,
+        "scores": {"included_mean": float(scores.included.mean()), "excluded_mean": float(scores.excluded.mean()),
+                   "included_deviation": float(scores.included.std()), "excluded_deviation": float(scores.excluded.std())},
+    }  # fmt: skip
+    return found, facts

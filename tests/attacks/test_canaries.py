@@ -1,0 +1,113 @@
+"""The audit catches a run that does not do what its ledger says, and leaves a correct one alone.
+
+Regime of the broken cases: 400 canaries, one step on all data, multiplier 1 (epsilon 4.38, total variation 0.383).
+Half the noise puts 84% of both groups on their side of the threshold; the exact intervals at level 0.01 then exclude
+the promise unless more than about 92 of 400 fall on the wrong side (mean 63, deviation 7.3): power > 0.9999. No
+noise, no clip and a wrong rate separate the groups still further.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.attacks import canaries
+from fedveil.attacks.canaries import audit
+from fedveil.engines.simulate import prepare
+from fedveil.errors import UserError
+from fedveil.learning.view import clip_gradients
+from fedveil.runs.config import make_config
+
+torch.set_num_threads(1)
+
+
+def configure(protect=None, **changes):
+    values = {
+        "dataset": "digits", "recipe": "fed-cdp-sound", "clients": 4, "partition": "iid", "rounds": 1,
+        "local_steps": 1, "batch_size": 1000, "model": "papers-mlp", "protect": protect or {"sigma": 1.0},
+    }  # fmt: skip
+    return make_config({**values, **changes})
+
+
+BROKEN = {
+    "noise off": {"sigma": 1e-3},
+    "half noise": {"sigma": 0.5},
+    "clip off, same noise": {"sigma": 1e-3, "clip.bound": 1000.0},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_mechanism_is_caught(name):
+    for seed in (0, 1):
+        found, _ = audit(configure(), practice=configure(BROKEN[name], seed=seed), canaries=400, seed=seed)
+        assert found.verdict == "promise broken" and found.exit_code == 1, found
+
+
+def test_a_wrong_sampling_rate_in_the_ledger_is_caught():
+    """The ledger says 10 of 359 records per step, the run takes 300."""
+    said = configure(local_steps=10, batch_size=10)
+    found, _ = audit(said, practice=configure(local_steps=10, batch_size=300), canaries=400)
+    assert found.verdict == "promise broken" and found.exit_code == 1
+
+
+def test_a_correct_run_is_not_accused():
+    """False alarms have probability at most 5% each; in 8 runs more than 2 have probability 0.6%."""
+    verdicts = [audit(configure(seed=s), canaries=400, seed=s)[0].verdict for s in range(8)]
+    assert verdicts.count("promise broken") <= 2
+    assert verdicts.count("promise holds") >= 6
+
+
+def test_too_weak_a_signal_is_said_to_be_no_evidence():
+    found, _ = audit(configure({"sigma": 50.0}), canaries=100)
+    assert found.verdict == "not enough evidence" and found.exit_code == 0
+
+
+def test_clients_are_the_canaries_where_clients_are_protected():
+    config = configure({"sigma": 1.0, "cohort": "all"}, recipe="dp-fedavg", clients=200, batch_size=4)
+    found, facts = audit(config, canaries=200)
+    assert (facts["unit"], facts["observer"]) == ("client", "public")
+    assert found.verdict != "promise broken"
+    broken, _ = audit(
+        config, canaries=200, practice=config.model_copy(update={"protect": {"sigma": 0.3, "cohort": "all"}})
+    )
+    assert broken.verdict == "promise broken" and broken.exit_code == 1
+
+
+def test_a_nominal_promise_is_reported_without_exit_code():
+    """Noise that follows the data has no sound row: whatever the canaries show, the exit code stays 0."""
+    config = configure({"sigma": 1.0}, recipe="fed-alpha-cdp")
+    found, _ = audit(config, practice=configure({"sigma": 1e-3}, recipe="fed-alpha-cdp"), canaries=200)
+    assert found.status == "nominal" and found.exit_code == 0
+
+
+def test_a_canary_contributes_the_whole_bound_in_its_own_column():
+    staged = canaries.stage(prepare(configure()), 20, seed=3)
+    task = staged.prepared.task
+    inside = int(np.flatnonzero(staged.included)[0])
+    row = int(task.rows(int(staged.host[inside]))[0])
+    vectors = []
+    for client in range(4):
+        for r in task.rows(client):
+            if task.x[r, -20:].any():
+                _, g = canaries.example_gradient(
+                    task.module,
+                    task.layout,
+                    torch.as_tensor(staged.prepared.initial),
+                    task.x[r],
+                    task.y[r],
+                    "cross-entropy",
+                )
+                vectors.append(g.numpy())
+    assert len(vectors) == staged.included.sum() == 10 and row >= 0
+    plan = canaries.plan_of(
+        task, canaries.moment_of(task, canaries.start(task, staged.prepared.initial)), 0, 359
+    )
+    clipped, _ = clip_gradients(np.stack(vectors), task.layout, plan)
+    offset, outputs, slots = staged.columns
+    columns = clipped[:, offset : offset + outputs * slots].reshape(-1, outputs, slots)
+    lengths = np.linalg.norm(columns, axis=1)
+    assert ((lengths > 0.99).sum(1) == 1).all() and ((lengths > 1e-6).sum(1) == 1).all()
+
+
+def test_a_recipe_without_noise_has_nothing_to_audit():
+    with pytest.raises(UserError, match="no promise"):
+        audit(configure({}, recipe="non-private"))
