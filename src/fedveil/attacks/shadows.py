@@ -1,0 +1,136 @@
+"""Shadow models of a run: the same recipe, model and training, on other halves of a pool of examples.
+
+The attacker knows everything but the membership of the pool: shadows train on all other rows of the run and on a
+random half of the pool (the threat model of a privacy audit, the strongest for the attacker).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedveil.attacks.membership import TrainMany
+from fedveil.engines.simulate import Prepared, cohort_of, play_round
+from fedveil.errors import UserError
+from fedveil.keys import derive, generator
+from fedveil.learning import local
+from fedveil.learning.plan import ClientWork
+from fedveil.learning.round import State, model_weights, moment_of, plan_of, start, work_of
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Examples whose membership is asked for: the first half are rows of the run, the second its test rows."""
+
+    x: np.ndarray  # the run's rows followed by the test rows of the pool
+    y: np.ndarray
+    rows: np.ndarray  # [n] row numbers of the pool in x
+    member: np.ndarray  # [n]
+    host: np.ndarray  # [n] client that holds the example when it is in
+
+
+def pool_of(prepared: Prepared, size: int, seed: int) -> Pool:
+    """Draw members among the rows that clients hold, and as many non-members from the test rows."""
+    task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
+    if dataset.classes is None:
+        raise UserError("membership inference is offered for classification; this is a regression task.")
+    draw = generator(seed, "pool")
+    held = [(int(row), client) for client in range(dealt.clients) for row in dealt.rows(client)]
+    half = min(size // 2, len(held) // 2, len(dataset.x_test) // 2)
+    if half < 10:
+        raise UserError(f"a pool of {2 * half} examples is too small: use more data or raise --pool.")
+    chosen = [held[i] for i in draw.choice(len(held), half, replace=False)]
+    tests = draw.choice(len(dataset.x_test), half, replace=False)
+    return Pool(
+        x=np.concatenate([task.x, dataset.x_test[tests].astype(task.x.dtype)]),
+        y=np.concatenate([task.y, dataset.y_test[tests].astype(task.y.dtype)]),
+        rows=np.concatenate([[row for row, _ in chosen], len(task.x) + np.arange(half)]).astype(np.int64),
+        member=np.arange(2 * half) < half,
+        host=np.array([client for _, client in chosen] + draw.integers(0, dealt.clients, half).tolist()),
+    )
+
+
+def trainer(prepared: Prepared, pool: Pool, seed: int) -> TrainMany:
+    """Train one model per member mask. With one client (central training) all shadows are one stack; federations
+    are played one after the other, each with its cohort as a stack."""
+
+    def with_members(number: int, mask: np.ndarray) -> Prepared:
+        dropped = set(pool.rows[~mask].tolist())
+        extra = {
+            c: pool.rows[(pool.host == c) & mask & ~pool.member] for c in range(prepared.partition.clients)
+        }
+        held = {
+            c: np.concatenate(
+                [[r for r in prepared.partition.rows(c).tolist() if r not in dropped], extra[c]]
+            ).astype(np.int64)
+            for c in range(prepared.partition.clients)
+        }
+        dealt = replace(prepared.partition, rows_of=held.__getitem__, size_of=lambda c: len(held[c]))
+        root = derive(seed, "shadow", number)
+        task = replace(prepared.task, x=pool.x, y=pool.y, rows=dealt.rows, root=root)
+        return replace(prepared, partition=dealt, task=task)
+
+    def train_many(masks: np.ndarray) -> np.ndarray:
+        shadows = [with_members(number, mask) for number, mask in enumerate(masks)]
+        if _one_stack(prepared):
+            return _stacked(shadows)
+        return np.stack([_federated(shadow) for shadow in shadows])
+
+    return train_many
+
+
+def _one_stack(prepared: Prepared) -> bool:
+    """Can a whole run be one local plan? One client, nothing remembered between rounds, plain averaging."""
+    task = prepared.task
+    return (
+        prepared.partition.clients == 1
+        and task.recipe.where in ("nowhere", "step")
+        and task.recipe.clip.rule in ("given", "median")
+        and task.recipe.aggregate == "mean"
+        and task.learning_rate_end is None
+        and task.momentum == 0
+        and task.server_momentum == 0
+        and task.server_learning_rate == 1
+        and task.average == 0
+        and not task.recipe.prune
+        and task.recipe.share == 1
+        and not task.own
+    )
+
+
+def _stacked(shadows: list[Prepared]) -> np.ndarray:
+    first = shadows[0]
+    rounds = first.task.setting.rounds
+    states = [State(first.initial, index) for index in range(rounds)]
+    plans = [plan_of(first.task, moment_of(first.task, s), 0, first.partition.size(0)) for s in states]
+    plan = replace(
+        plans[0],
+        steps=sum(p.steps for p in plans),
+        bounds=tuple(itertools.chain.from_iterable(p.bounds for p in plans)),
+        multipliers=tuple(itertools.chain.from_iterable(p.multipliers for p in plans)),
+    )
+    work = []
+    for number, shadow in enumerate(shadows):
+        parts = [work_of(shadow.task, s, moment_of(shadow.task, s), 0).rows for s in states]
+        width = max(p.shape[1] for p in parts)
+        rows = np.concatenate(
+            [np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=-1) for p in parts]
+        )
+        work.append(ClientWork(number, rows.astype(np.int32), derive(shadow.task.root, "noise", 0, 0)[:16]))
+    result = local.train(
+        first.task.module, first.initial, first.task.x, first.task.y, work, plan, engine=first.config.engine
+    )
+    if not result.finite.all():
+        raise UserError(
+            "a shadow model diverged; lower the learning rate. This says nothing about the defence."
+        )
+    return first.initial + result.delta
+
+
+def _federated(shadow: Prepared) -> np.ndarray:
+    state = start(shadow.task, shadow.initial)
+    for _ in range(shadow.task.setting.rounds):
+        state, _, _ = play_round(shadow, state, cohort_of(shadow, state.round + 1))
+    return model_weights(state)
