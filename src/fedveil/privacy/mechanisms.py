@@ -276,11 +276,7 @@ class JointStaircase:
         return math.exp(self.log_density(x))
 
     def _log_peak(self) -> float:
-        radii, chance = self.ball_weights()
-        d = self.dimension
-        volume = d * np.log(2 * radii * self.bound, where=radii > 0, out=np.full_like(radii, -np.inf))
-        usable = radii > 0
-        return float(special.logsumexp(np.log(chance[usable]) - volume[usable] + special.gammaln(d + 1)))
+        return _log_ball_peak(self.lam, self.dimension, self.shape) - self.dimension * math.log(self.bound)
 
     def radius_cdf(self, r: float) -> float:
         """P(L1 norm <= r)."""
@@ -328,6 +324,15 @@ def _ball_weights(lam: float, dimension: int, nu: float) -> tuple[Array, Array]:
     chance = np.exp(logs - special.logsumexp(logs))
     keep = chance > 0
     return radii[keep], chance[keep] / chance[keep].sum()
+
+
+@lru_cache(maxsize=64)
+def _log_ball_peak(lam: float, dimension: int, nu: float) -> float:
+    """Log density at 0: every ball of radius r contributes d! / (2r)^d."""
+    radii, chance = _ball_weights(lam, dimension, nu)
+    usable = radii > 0
+    log_volume = dimension * np.log(2 * radii[usable]) - special.gammaln(dimension + 1)
+    return float(special.logsumexp(np.log(chance[usable]) - log_volume))
 
 
 @dataclass(frozen=True)
