@@ -69,7 +69,7 @@ struct Result {
 struct Engine {
     const char* name;
     int lanes;
-    int64_t (*workspace)(const Net&, const Plan&, int width);  // bytes
+    int64_t (*workspace)(const Net&, const Plan&, const Client&);  // bytes
     void (*train)(const Net&, const Plan&, const Data&, const Client&, const NoiseKernels&, Cipher, char* workspace,
                   Result&);
 };

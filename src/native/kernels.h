@@ -7,12 +7,15 @@ namespace fedveil::FV_ISA {
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows[4] = {0, 12, 12, 8};  // 32 registers: rows of a tile by its width in vectors
+constexpr int kWide = 4;
+constexpr int kRows[5] = {0, 8, 8, 8, 6};  // 32 registers: rows of a tile by its width in vectors
 #else
-constexpr int kRows[4] = {0, 8, 6, 4};  // 16 registers
+constexpr int kWide = 3;
+constexpr int kRows[5] = {0, 8, 6, 4, 0};  // 16 registers
 #endif
+constexpr int kPanel = 6144;  // floats of B that stay in the level-1 cache while all rows pass
 
-enum Store { SET, ADD, SET_RELU };
+enum Store { SET, ADD, SET_RELU, ADD_RELU };
 
 inline V load(const float* p) { return *reinterpret_cast<const V*>(p); }
 inline void store(float* p, V x) { *reinterpret_cast<V*>(p) = x; }
@@ -35,8 +38,10 @@ template <int MR, int NR>
 void tile(const Product& p, int row, int column) {
     V acc[MR][NR];
     const float* a[MR];
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
         a[r] = p.a + p.ra[row + r];
+#pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) acc[r][j] = p.bias ? load(p.bias + (column + j) * L) : V{};
     }
     const float* b = p.b + column * L;
@@ -45,6 +50,7 @@ void tile(const Product& p, int row, int column) {
         const int64_t at = ta[t];
         const float* bt = b + tb[t];
         V bv[NR];
+#pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) bv[j] = load(bt + j * L);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; ++r) {
@@ -53,96 +59,182 @@ void tile(const Product& p, int row, int column) {
             for (int j = 0; j < NR; ++j) acc[r][j] += av * bv[j];
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
         float* c = p.c + p.rc[row + r] + column * L;
+#pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) {
-            if (p.mode == ADD)
-                store(c + j * L, load(c + j * L) + acc[r][j]);
-            else
-                store(c + j * L, p.mode == SET_RELU ? relu(acc[r][j]) : acc[r][j]);
+            V y = acc[r][j];
+            if (p.mode == ADD || p.mode == ADD_RELU) y += load(c + j * L);
+            store(c + j * L, p.mode == SET_RELU || p.mode == ADD_RELU ? relu(y) : y);
         }
     }
 }
 
 using Tile = void (*)(const Product&, int, int);
-constexpr Tile kTiles[3][12] = {
-    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>
+constexpr Tile kTiles[4][8] = {
+    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>},
 #if defined(__AVX512F__) || defined(__aarch64__)
-     , tile<9, 1>, tile<10, 1>, tile<11, 1>, tile<12, 1>
+    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>, tile<7, 2>, tile<8, 2>},
+    {tile<1, 3>, tile<2, 3>, tile<3, 3>, tile<4, 3>, tile<5, 3>, tile<6, 3>, tile<7, 3>, tile<8, 3>},
+    {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>},
+#else
+    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
+    {tile<1, 3>, tile<2, 3>, tile<3, 3>, tile<4, 3>},
 #endif
-    },
-    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>
-#if defined(__AVX512F__) || defined(__aarch64__)
-     , tile<7, 2>, tile<8, 2>, tile<9, 2>, tile<10, 2>, tile<11, 2>, tile<12, 2>
-#endif
-    },
-    {tile<1, 3>, tile<2, 3>, tile<3, 3>, tile<4, 3>
-#if defined(__AVX512F__) || defined(__aarch64__)
-     , tile<5, 3>, tile<6, 3>, tile<7, 3>, tile<8, 3>
-#endif
-    }};
+};
 
-// The whole product, rows split evenly over tiles.
-void product(const Product& p, int rows, int vectors) {
+// The whole product: rows split evenly over tiles, terms cut so that a panel of B stays in the cache.
+void product(const Product& whole, int rows, int vectors) {
     for (int column = 0; column < vectors;) {
         const int left = vectors - column;
-        const int nr = left == 1 ? 1 : (left & 1) ? 3 : 2;
+        const int nr = left <= kWide ? left : left == kWide + 1 ? kWide - 1 : kWide;
+        const int most = kPanel / (nr * L), cuts = (whole.terms + most - 1) / most;
         const int tiles = (rows + kRows[nr] - 1) / kRows[nr];
-        for (int i = 0, row = 0; i < tiles; ++i) {
-            const int mr = (rows - row + tiles - i - 1) / (tiles - i);
-            kTiles[nr - 1][mr - 1](p, row, column);
-            row += mr;
+        int term = 0;
+        for (int cut = 0; cut < cuts; ++cut) {
+            Product p = whole;
+            p.terms = (whole.terms - term + cuts - cut - 1) / (cuts - cut);
+            p.ta += term, p.tb += term;
+            term += p.terms;
+            const bool first = cut == 0, last = cut == cuts - 1;
+            if (!first) p.bias = nullptr;
+            if (whole.mode == SET_RELU) p.mode = last ? (first ? SET_RELU : ADD_RELU) : first ? SET : ADD;
+            else if (!first) p.mode = ADD;
+            for (int i = 0, row = 0; i < tiles; ++i) {
+                const int mr = (rows - row + tiles - i - 1) / (tiles - i);
+                kTiles[nr - 1][mr - 1](p, row, column);
+                row += mr;
+            }
         }
         column += nr;
     }
 }
 
-// c[NR vectors] = sum over i of g[i] * b[off[i] …]: the weight gradient of one output channel at the few
-// positions that won their pool.
-template <int NR>
-void pick(const float* b, const int32_t* off, const float* g, int n, float* c) {
-    constexpr int chains = NR == 1 ? 8 : NR == 2 ? 4 : NR <= 4 ? 2 : 1;
-    V acc[chains][NR] = {};
+#if defined(__AVX512F__)
+template <int H>
+inline void exchange(V* v) {  // swap the off-diagonal blocks of size H
+    __m512i low, high;
+    alignas(64) int32_t a[16], b[16];
+    for (int i = 0; i < 16; ++i) {
+        a[i] = (i & H) ? 16 + (i ^ H) : i;
+        b[i] = (i & H) ? 16 + i : i ^ H;
+    }
+    low = _mm512_load_si512(a), high = _mm512_load_si512(b);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+        if (!(i & H)) {
+            const __m512 x = __m512(v[i]), y = __m512(v[i + H]);
+            v[i] = V(_mm512_permutex2var_ps(x, low, y));
+            v[i + H] = V(_mm512_permutex2var_ps(x, high, y));
+        }
+}
+inline void transpose(V* v) {
+    exchange<8>(v);
+    exchange<4>(v);
+    exchange<2>(v);
+    exchange<1>(v);
+}
+#endif
+
+// SG segments of NR vectors: c[s * sc …] (=, +=) sum over i of g[i] * b[off[i] + s * sb …]. The weight gradient of one
+// output channel at the few positions that won their pool, or the input gradient around one of them.
+template <int SG, int NR, bool ADDING>
+void pick(const float* b, int64_t sb, const int32_t* off, const float* g, int n, float* c, int64_t sc) {
+    constexpr int chains = SG * NR <= 2 ? 4 : SG * NR <= 5 ? 2 : 1;
+    V acc[chains][SG][NR] = {};
     int i = 0;
     for (; i + chains <= n; i += chains)
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int u = 0; u < chains; ++u) {
             const float* row = b + off[i + u];
             const V gv = splat(g[i + u]);
 #pragma GCC unroll 8
-            for (int j = 0; j < NR; ++j) acc[u][j] += gv * load(row + j * L);
+            for (int s = 0; s < SG; ++s, row += sb)
+#pragma GCC unroll 8
+                for (int j = 0; j < NR; ++j) acc[u][s][j] += gv * load(row + j * L);
         }
-    for (; i < n; ++i)
-        for (int j = 0; j < NR; ++j) acc[0][j] += splat(g[i]) * load(b + off[i] + j * L);
-    for (int j = 0; j < NR; ++j) {
-        V s = acc[0][j];
-        for (int u = 1; u < chains; ++u) s += acc[u][j];
-        store(c + j * L, s);
+    if constexpr (chains > 1)
+        for (; i < n; ++i) {
+            const float* row = b + off[i];
+            const V gv = splat(g[i]);
+#pragma GCC unroll 8
+            for (int s = 0; s < SG; ++s, row += sb)
+#pragma GCC unroll 8
+                for (int j = 0; j < NR; ++j) acc[0][s][j] += gv * load(row + j * L);
+        }
+#pragma GCC unroll 8
+    for (int s = 0; s < SG; ++s, c += sc)
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; ++j) {
+            V y = acc[0][s][j];
+#pragma GCC unroll 4
+            for (int u = 1; u < chains; ++u) y += acc[u][s][j];
+            store(c + j * L, ADDING ? load(c + j * L) + y : y);
+        }
+}
+
+using Pick = void (*)(const float*, int64_t, const int32_t*, const float*, int, float*, int64_t);
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kPickRoom = 24;  // accumulators
+#else
+constexpr int kPickRoom = 12;
+#endif
+template <int SG, int NR, bool ADDING>
+constexpr Pick pick_or_null() {
+    if constexpr (SG * NR <= kPickRoom) return pick<SG, NR, ADDING>;
+    else return nullptr;
+}
+#define FV_PICKS(S, A) \
+    {pick_or_null<S, 1, A>(), pick_or_null<S, 2, A>(), pick_or_null<S, 3, A>(), \
+     pick_or_null<S, 4, A>(), pick_or_null<S, 5, A>(), pick_or_null<S, 6, A>()}
+constexpr Pick kPick[2][5][6] = {
+    {FV_PICKS(1, false), FV_PICKS(2, false), FV_PICKS(3, false), FV_PICKS(4, false), FV_PICKS(5, false)},
+    {FV_PICKS(1, true), FV_PICKS(2, true), FV_PICKS(3, true), FV_PICKS(4, true), FV_PICKS(5, true)}};
+#undef FV_PICKS
+
+// All segments and vectors of one list. `width` is a segment's length in vectors.
+inline void pick_all(bool adding, int segments, int width, const float* b, int64_t sb, const int32_t* off,
+                     const float* g, int n, float* c, int64_t sc) {
+    for (int at = 0; at < width;) {
+        const int left = width - at;
+        const int nr = left <= 6 ? left : left < 12 ? (left + 1) / 2 : 6;
+        int most = kPickRoom / nr;
+        most = most > 5 ? 5 : most;
+        for (int s = 0; s < segments;) {
+            const int rounds = (segments - s + most - 1) / most, sg = (segments - s + rounds - 1) / rounds;
+            kPick[adding][sg - 1][nr - 1](b + s * sb + at * L, sb, off, g, n, c + s * sc + at * L, sc);
+            s += sg;
+        }
+        at += nr;
     }
 }
 
-// d[off[i] … NR vectors] += g[i] * w: the input gradient from those positions.
-template <int NR>
-void spread(const float* w, const int32_t* off, const float* g, int n, float* d) {
-    V wv[NR];
-    for (int j = 0; j < NR; ++j) wv[j] = load(w + j * L);
-    for (int i = 0; i < n; ++i) {
-        float* row = d + off[i];
-        const V gv = splat(g[i]);
-        for (int j = 0; j < NR; ++j) store(row + j * L, load(row + j * L) + gv * wv[j]);
-    }
-}
+typedef float F4 __attribute__((vector_size(16)));
 
-using Pick = void (*)(const float*, const int32_t*, const float*, int, float*);
-constexpr Pick kPick[6] = {pick<1>, pick<2>, pick<3>, pick<4>, pick<5>, pick<6>};
-constexpr Pick kSpread[6] = {spread<1>, spread<2>, spread<3>, spread<4>, spread<5>, spread<6>};
+inline F4 quarter(V x) {  // folded to four lanes
+#if defined(__AVX512F__)
+    const __m512 v = __m512(x);
+    return F4(_mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(v), _mm512_extractf32x4_ps(v, 1)),
+                         _mm_add_ps(_mm512_extractf32x4_ps(v, 2), _mm512_extractf32x4_ps(v, 3))));
+#elif defined(__AVX2__)
+    const __m256 v = __m256(x);
+    return F4(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
+#else
+    return F4(x);
+#endif
+}
 
 inline float total(V x) {
-    alignas(64) float lanes[L];
-    store(lanes, x);
-    float s[4] = {};
-    for (int i = 0; i < L; ++i) s[i & 3] += lanes[i];
-    return (s[0] + s[1]) + (s[2] + s[3]);
+    const F4 q = quarter(x);
+    return (q[0] + q[1]) + (q[2] + q[3]);
+}
+
+inline F4 totals(V a, V b, V c, V d) {
+    const F4 qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
+    const F4 ab = __builtin_shufflevector(qa, qb, 0, 4, 1, 5) + __builtin_shufflevector(qa, qb, 2, 6, 3, 7);
+    const F4 cd = __builtin_shufflevector(qc, qd, 0, 4, 1, 5) + __builtin_shufflevector(qc, qd, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 // y[e * ldy + o] = <x[e], w[o]>, rows padded to whole vectors.
@@ -151,19 +243,29 @@ inline void dots_tile(const float* x, int64_t ldx, const float* w, int64_t ldw, 
     V acc[RE][RO] = {};
     for (int v = 0; v < vectors; ++v) {
         V wv[RO];
+#pragma GCC unroll 4
         for (int o = 0; o < RO; ++o) wv[o] = load(w + o * ldw + v * L);
+#pragma GCC unroll 8
         for (int e = 0; e < RE; ++e) {
             const V xv = load(x + e * ldx + v * L);
+#pragma GCC unroll 4
             for (int o = 0; o < RO; ++o) acc[e][o] += xv * wv[o];
         }
     }
-    for (int e = 0; e < RE; ++e)
-        for (int o = 0; o < RO; ++o) y[e * ldy + o] = total(acc[e][o]);
+#pragma GCC unroll 8
+    for (int e = 0; e < RE; ++e) {
+        if constexpr (RO == 4) {
+            const F4 t = totals(acc[e][0], acc[e][1], acc[e][2], acc[e][3]);
+            __builtin_memcpy(y + e * ldy, &t, 16);
+        } else {
+            for (int o = 0; o < RO; ++o) y[e * ldy + o] = total(acc[e][o]);
+        }
+    }
 }
 
 template <int RE>
 void dots_rows(const float* x, int64_t ldx, const float* w, int64_t ldw, int outs, int vectors, float* y, int64_t ldy) {
-    constexpr int RO = L == 16 ? 4 : 2;
+    constexpr int RO = L == 16 || RE <= 2 ? 4 : 2;
     int o = 0;
     for (; o + RO <= outs; o += RO) dots_tile<RE, RO>(x, ldx, w + o * ldw, ldw, vectors, y + o, ldy);
     for (; o < outs; ++o) dots_tile<RE, 1>(x, ldx, w + o * ldw, ldw, vectors, y + o, ldy);

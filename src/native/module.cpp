@@ -192,7 +192,6 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
         int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 6)
         throw std::invalid_argument("result arrays have the wrong shape");
     std::vector<Client> work;
-    int widest = 0;
     for (nb::handle item : clients) {
         nb::tuple t = nb::cast<nb::tuple>(item);
         Ints rows = nb::cast<Ints>(t[0]);
@@ -212,10 +211,9 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
         client.shift = vector_or_null(t[4], net.params, keep);
         client.scale = vector_or_null(t[5], net.params, keep);
         work.push_back(client);
-        widest = std::max(widest, client.width);
     }
-
-    const int64_t bytes = choice.engine->workspace(net, plan, widest);
+    int64_t bytes = 64;
+    for (const Client& client : work) bytes = std::max(bytes, choice.engine->workspace(net, plan, client));
     const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
     std::vector<std::unique_ptr<char, void (*)(void*)>> space;
     for (int i = 0; i < workers; ++i) {
