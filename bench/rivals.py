@@ -1,0 +1,145 @@
+"""The peers, each written the way its users write it, and our engines. Every function returns a Racer: a call
+that trains and says how many client-iterations it did."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+
+from bench.cases import BOUND, LEARNING_RATE, SIGMA, Material, plans
+from fedveil.learning import local
+
+Racer = Callable[[], int]
+
+
+def _batches(m: Material) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches for a rival that trains one client at a time."""
+    flat = [torch.as_tensor(row).long() for work in m.work for row in work.rows]
+    for step in range(m.case.one_client_steps):
+        rows = flat[step % len(flat)]
+        yield m.x[rows], m.y[rows]
+
+
+def plain(m: Material) -> Racer:
+    """An ordinary torch loop without privacy."""
+    module = copy.deepcopy(m.module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+    def run() -> int:
+        for x, y in _batches(m):
+            optimizer.zero_grad()
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+        return m.case.one_client_steps
+
+    return run
+
+
+def per_example_loop(m: Material) -> Racer:
+    """The papers' way: a backward pass per example, clip every layer, add noise."""
+    module = copy.deepcopy(m.module)
+    layers = [list(layer.parameters(recurse=False)) for layer in module.modules()]
+    layers = [parameters for parameters in layers if parameters]
+
+    def run() -> int:
+        for x, y in _batches(m):
+            totals = [[torch.zeros_like(p) for p in layer] for layer in layers]
+            for i in range(len(x)):
+                module.zero_grad()
+                cross_entropy(module(x[i : i + 1]), y[i : i + 1]).backward()
+                for layer, total in zip(layers, totals, strict=True):
+                    norm = torch.sqrt(sum(p.grad.square().sum() for p in layer))  # type: ignore[union-attr, misc]
+                    factor = torch.clamp(BOUND / norm, max=1.0)
+                    for p, t in zip(layer, total, strict=True):
+                        t.add_(p.grad * factor)  # type: ignore[operator]
+            with torch.no_grad():
+                for layer, total in zip(layers, totals, strict=True):
+                    for p, t in zip(layer, total, strict=True):
+                        t.add_(torch.randn_like(t), alpha=SIGMA * BOUND)
+                        p.sub_(t, alpha=LEARNING_RATE / len(x))
+        return m.case.one_client_steps
+
+    return run
+
+
+def opacus_per_layer(m: Material) -> Racer:
+    """Opacus: hooks and the per-layer optimizer (which clips every parameter tensor on its own)."""
+    warnings.filterwarnings("ignore")
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPPerLayerOptimizer
+
+    module = GradSampleModule(copy.deepcopy(m.module))
+    count = len(list(module.parameters()))
+    optimizer = DPPerLayerOptimizer(
+        torch.optim.SGD(module.parameters(), lr=LEARNING_RATE),
+        noise_multiplier=SIGMA,
+        max_grad_norm=[BOUND] * count,
+        expected_batch_size=m.case.batch,
+    )
+
+    def run() -> int:
+        for x, y in _batches(m):
+            optimizer.zero_grad()
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+        return m.case.one_client_steps
+
+    return run
+
+
+def nested_func(m: Material) -> Racer:
+    """torch.func: vmap over clients of vmap over examples of grad, clipped per layer, noised."""
+    clients = min(16 if len(m.case.shape) == 3 else 64, m.case.clients)
+    names = [name for name, _ in m.module.named_parameters()]
+    owner = {name: name.rpartition(".")[0] for name in names}
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(functional_call(m.module, weights, (x[None],)), y[None])
+
+    gradients = vmap(vmap(grad(loss), in_dims=(None, 0, 0)))
+    rows = torch.stack([torch.as_tensor(w.rows) for w in m.work[:clients]]).long()
+
+    def run() -> int:
+        weights = {n: p.detach().repeat(clients, *[1] * p.dim()) for n, p in m.module.named_parameters()}
+        steps = m.case.steps
+        for step in range(steps):
+            found = gradients(weights, m.x[rows[:, step]], m.y[rows[:, step]])
+            squares = {name: found[name].flatten(2).square().sum(2) for name in names}
+            for name in names:
+                norm = torch.sqrt(sum(squares[n] for n in names if owner[n] == owner[name]))  # type: ignore[arg-type]
+                factor = torch.clamp(BOUND / norm, max=1.0)
+                total = torch.einsum("kb,kb...->k...", factor, found[name])
+                total = total + SIGMA * BOUND * torch.randn_like(total)
+                weights[name] = weights[name] - LEARNING_RATE / m.case.batch * total
+        return clients * steps
+
+    return run
+
+
+def ours(m: Material, engine: str, plan: str) -> Racer:
+    """fedveil's local.train; without privacy it leaves out the gradient norms too."""
+    what, quiet = plans(m.case)[plan], plan == "non-private"
+    x, y = m.x.numpy(), m.y.numpy()
+
+    def run() -> int:
+        local.train(m.module, m.start, x, y, m.work, what, engine=engine, norms=not quiet)
+        return m.case.clients * m.case.steps
+
+    return run
+
+
+def engines(module: nn.Module, m: Material) -> dict[str, str]:
+    """Our engines by name; native only where it is installed and can train the model."""
+    best, _ = local.choose(module, plans(m.case)["private"], "auto")
+    return {"native": "native", "torch": "torch"} if best == "native" else {"torch": "torch"}
+
+
+def opacus_installed() -> bool:
+    return importlib.util.find_spec("opacus") is not None
