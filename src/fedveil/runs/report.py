@@ -1,34 +1,131 @@
-"""A first plain report: one self-contained HTML page per run, or several side by side."""
+"""One self-contained HTML page per run, or several runs side by side: results, promise, proof, cost, how to repeat.
+
+The page loads nothing from anywhere: style and script are inline and a content security policy inside the page
+allows exactly these two by their hash. Names and reasons are escaped by the template engine.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
-from html import escape
+from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedveil.runs.store import Run, open_run, write_atomic
+from markupsafe import Markup
 
-_STYLE = "body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse}td,th{padding:.2rem .6rem;text-align:left;vertical-align:top}.sound{color:#0a7d32}.nominal{color:#9a6700}.none{color:#b3261e}"
+from fedveil.runs import report_plots as plots
+from fedveil.runs import report_words as words
+from fedveil.runs.report_attacks import percent
+from fedveil.runs.report_facts import Facts, gather, number, sound_epsilon
+from fedveil.runs.report_plots import Point, Series, short
+from fedveil.runs.report_view import result_of, view
+from fedveil.runs.store import write_atomic
+
+TEMPLATES = resources.files("fedveil.runs") / "templates"
 
 
-def write_report(folders: Sequence[Path], path: Path) -> None:
-    """Write the page for one or more runs."""
-    parts = [_section(open_run(folder)) for folder in folders]
-    page = f"<!doctype html><meta charset=utf-8><title>fedveil report</title><style>{_STYLE}</style>" + "".join(parts)
-    write_atomic(path, page.encode())
+def write_report(folders: Sequence[Path], path: Path, private: bool = False) -> None:
+    """Write the page for one or more runs. private=True adds figures computed from private records, marked so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, render([gather(Path(folder), private) for folder in folders], private).encode())
 
 
-def _section(run: Run) -> str:
-    result: dict[str, Any] = run.result or {}
-    rows = "".join(
-        f"<tr><td>{escape(r['observer'])}<td>{escape(r['unit'])}<td>{'none' if r['epsilon'] is None else format(r['epsilon'], '.4g')}"
-        f"<td class={r['verdict']}>{r['verdict']}<td>{escape(r['reason'])}"
-        for r in result.get("ledger", [])
-    )
-    accuracy = result.get("test_accuracy")
-    quality = "not finished" if accuracy is None else f"test accuracy {accuracy:.4f}"
+def render(runs: Sequence[Facts], private: bool = False) -> str:
+    """The page as text."""
+    style, script = asset("base.css") + asset("report.css"), asset("chart.js")
+    return _environment().get_template("report.html").render(
+        views=[view(facts, private) for facts in runs],
+        comparison=comparison(runs) if len(runs) > 1 else None,
+        private=private,
+        style=Markup(style),
+        script=Markup(script),
+        policy=policy(style, script),
+        glossary=words.GLOSSARY,
+        verdicts=words.VERDICTS,
+    )  # fmt: skip
+
+
+def policy(style: str, script: str) -> str:
+    """A content security policy for a page with exactly this style and script, and pictures inside the page."""
     return (
-        f"<h1>{escape(run.config.recipe)} on {escape(run.config.dataset)}</h1><p>{quality}, "
-        f"{result.get('rounds', 0)} rounds.</p><table><tr><th>observer<th>unit<th>epsilon<th>verdict<th>why{rows}</table>"
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@lru_cache(maxsize=16)
+def asset(name: str) -> str:
+    """A style sheet or script that reports and dashboard share."""
+    return (TEMPLATES / name).read_text("utf-8")
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    found = Environment(
+        loader=FunctionLoader(asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {
+        "short": short,
+        "duration": words.time_of,
+        "bytesize": words.size_of,
+        "percent": percent,
+    }
+    return found
+
+
+def comparison(runs: Sequence[Facts]) -> dict[str, Any]:
+    """A table, the plane of result against sound epsilon, and the curves together."""
+    rows, points, curves = [], [], []
+    for tone, facts in enumerate(runs):
+        name, value, text = result_of(facts)
+        row = facts.main()
+        nominal = [
+            r["epsilon"]
+            for r in facts.promise.rows
+            if (r["observer"], r["unit"], r["verdict"]) == (facts.run.config.observer, facts.unit, "nominal")
+            and r["epsilon"] is not None
+        ]
+        rows.append(
+            {
+                "name": facts.name,
+                "recipe": facts.recipe.name,
+                "dataset": facts.run.config.dataset,
+                "metric": name,
+                "result": text,
+                "sound": sound_epsilon(facts),
+                "nominal": max(nominal, default=None),
+                "verdict": "none" if row is None else "sound" if row["verdict"] == "sound" else "none",
+                "observer": facts.run.config.observer,
+                "unit": facts.unit,
+                "seconds": number(facts.result.get("seconds")),
+                "rounds": facts.rounds,
+                "pending": facts.promise.simulated,
+            }
+        )
+        if value is not None:
+            points.append(Point(facts.name, sound_epsilon(facts), value))
+        key = "test_accuracy" if name == "test accuracy" else "test_rmse"
+        curves.append(Series(facts.name, facts.x, facts.column(key), tone % 6 + 1))
+    share = all(row["metric"] == "test accuracy" for row in rows)
+    label = "test accuracy" if share else "test result"
+    return {
+        "rows": rows,
+        "pareto": plots.pareto(points, value=label, observer=rows[0]["observer"], percent=share),
+        "curves": plots.lines(
+            curves, title=f"{label.capitalize()} over rounds", y_label=label, percent=share, top=1.0 if share else None
+        ),
+        "alike": len({(r["dataset"], r["metric"]) for r in rows}) == 1,
+    }  # fmt: skip

@@ -1,0 +1,107 @@
+"""The plain words of reports and dashboard: what an observer, a unit, a verdict or an epsilon means."""
+
+from __future__ import annotations
+
+import math
+
+OBSERVERS = {
+    "server": "whoever runs the server and sees every upload",
+    "client-process": "whoever can look into a client's memory while it trains",
+    "participants": "the other clients, who receive the shared model after each round",
+    "public": "anybody who gets the final model",
+}
+UNITS = {
+    "example": "one record (one picture, one patient's row)",
+    "client": "everything that one client holds",
+    "reported-weight": "one weight that a client reports",
+}
+VERDICTS = {
+    "sound": "a guarantee that holds",
+    "nominal": "counted as a paper counts it, but not a guarantee",
+    "none": "no promise: this observer may learn everything",
+}
+SECRET = "holds when deployed with secret noise"
+ACCOUNTANTS = {
+    "pld": "privacy-loss distributions (tightest)",
+    "rdp": "Rényi DP",
+    "moments": "moments accountant",
+    "zcdp": "zero-concentrated DP",
+    "optimal": "optimal composition",
+    "advanced": "advanced composition",
+    "advanced-tanh": "advanced composition (tanh form)",
+    "basic": "plain sum",
+    "group": "group privacy",
+}
+GLOSSARY = (
+    ("ε (epsilon)", "How much a single record can change what an observer sees. 0: nothing can be learned about it. "
+     "Each step up multiplies the odds of a right guess by e. Smaller is more private."),
+    ("δ (delta)", "The small probability with which the promise may fail altogether."),
+    ("sound", "The number is a proven guarantee for what this run did."),
+    ("nominal", "The number is what a published method states; a gap in the argument means that it guarantees nothing here."),
+    ("none", "There is no finite number: this observer may learn everything about the unit."),
+    ("observer", "The person or machine that tries to learn something: the server, a client's own process, other clients, "
+     "the public."),
+    ("unit", "What is protected: a single record, or everything one client has. A promise for records is usually none "
+     "for whole clients."),
+    ("neighbours", "Two datasets that differ in one unit; the promise compares them. Zero-out and add-remove: the unit is there "
+     "or not. Replace-one: it is exchanged for another one."),
+    ("clip bound", "Each contribution is shortened to at most this length before noise is added, so none can stand out."),
+    ("σ (sigma)", "Strength of the noise compared with the clip bound. Larger is more private and less accurate."),
+    ("accountant", "A method that adds up the privacy cost of all steps. All of them are upper limits; tighter ones give smaller "
+     "numbers for the same run."),
+    ("secret noise", "Simulations draw noise from a seed so that results can be repeated. Whoever knows the seed could subtract "
+     "the noise, so the promise holds only when deployed with noise from a secret source (secure_noise = true)."),
+)  # fmt: skip
+
+
+def guess_rate(epsilon: float, delta: float) -> float:
+    """Largest share of right guesses in a fair game: was this unit used or not?
+
+    Formal guarantee: under (epsilon, delta)-DP no test with even odds is right more often than
+    (e^epsilon + delta) / (1 + e^epsilon).
+    """
+    if epsilon > 700:
+        return 1.0
+    grown = math.exp(epsilon)
+    return min(1.0, (grown + delta) / (1 + grown))
+
+
+def meaning(epsilon: float | None, delta: float, verdict: str) -> str:
+    """One line that says what an epsilon is worth."""
+    if verdict == "none" or epsilon is None:
+        return "may learn everything"
+    rate = 100 * guess_rate(epsilon, delta)
+    if verdict == "nominal":
+        return "says nothing certain about what can be learned"
+    if rate > 99.9:
+        return "guesses whether it was used: right up to 100% of the time, so this protects hardly at all"
+    return f"guesses whether it was used: right at most {rate:.0f}% of the time (50% is a coin toss)"
+
+
+def strength(epsilon: float | None, verdict: str) -> str:
+    """A word for the size of a sound epsilon."""
+    if verdict != "sound" or epsilon is None:
+        return ""
+    return (
+        "strong" if epsilon <= 1 else "moderate" if epsilon <= 4 else "weak" if epsilon <= 10 else "very weak"
+    )
+
+
+def size_of(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
+
+
+def time_of(seconds: float | None) -> str:
+    """A duration for people."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
