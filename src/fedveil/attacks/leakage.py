@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,7 +184,9 @@ def measure(
 ) -> Outcome:
     """Attack `victims` of a prepared run at `state` and score the result."""
     dataset, task = prepared.dataset, prepared.task
-    found = victims_of(prepared, state, tap, victims, seed)
+    # The last model is looked at as the last round would have trained it: there is no later schedule.
+    coming = replace(state, round=min(state.round, task.setting.rounds - 1))
+    found = victims_of(prepared, coming, tap, victims, seed)
     pixel_range = dataset.pixel_range or (0.0, 1.0)
     colour = len(dataset.shape) == 3 and dataset.shape[0] > 1
     if iterations is None:

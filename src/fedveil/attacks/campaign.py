@@ -1,0 +1,173 @@
+"""Attacks on a finished run (or on a recipe alone), each as one dictionary: the report format of `attacks/<kind>.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil.attacks import attribute, canaries, decoder, leakage, membership, shadows
+from fedveil.engines.simulate import Prepared, prepare
+from fedveil.errors import UserError, did_you_mean
+from fedveil.learning.round import State, model_weights, start
+from fedveil.runs import store
+from fedveil.runs.config import RunConfig, make_config
+
+KINDS = ("gradient", "membership", "attribute", "decoder")
+
+
+def gradient_config(
+    recipe: str, dataset: str, model: str, *, victims: int, seed: int, tap: str, batch: float | None = None,
+    local_steps: int = 1, noise_on: str | None = None, data: str | None = None, changes: Mapping[str, Any] | None = None,
+) -> RunConfig:  # fmt: skip
+    """A configuration for attacking a recipe at the model's initialisation, without a run."""
+    values: dict[str, Any] = {
+        "recipe": recipe, "dataset": dataset, "model": model, "seed": seed, "local_steps": local_steps,
+        "partition": "iid", "rounds": 100, "data": data,
+    }  # fmt: skip
+    if batch is not None:
+        values["batch_size"] = batch
+    if tap != "type2":
+        values |= {"clients": max(2, victims), "cohort_size": None}
+    return make_config(values, {**({"noise_on": noise_on} if noise_on else {}), **(changes or {})})
+
+
+def attack_gradients(
+    jobs: Mapping[str, tuple[RunConfig, Callable[[Prepared], State]]],
+    *,
+    out: Path | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Measure each job; with `out`, one line per job is kept (finished ones are not run again) and a gallery drawn."""
+    outcomes: dict[str, leakage.Outcome] = {}
+
+    def run(name: str) -> dict[str, Any]:
+        config, state_of = jobs[name]
+        prepared = prepare(config)
+        outcomes[name] = leakage.measure(prepared, state_of(prepared), **options)
+        return outcomes[name].figures
+
+    if out is None:
+        return [run(name) for name in jobs]
+    marked = "|".join(f"{k}={v}" for k, v in sorted(options.items()))
+    rows = leakage.table(out / "gradient.jsonl", [(f"{name}|{marked}", name) for name in jobs], run)
+    if outcomes:
+        leakage.gallery(outcomes, out / "gradient.png")
+    wanted = {f"{name}|{marked}" for name in jobs}
+    return [row for row in rows if row["job"] in wanted]
+
+
+def initial(prepared: Prepared) -> State:
+    """The state before the first round."""
+    return start(prepared.task, prepared.initial)
+
+
+def attack_membership(
+    prepared: Prepared, weights: np.ndarray, *, shadows_count: int = 16, pool_size: int = 1000, seed: int = 0,
+    methods: Sequence[str] = membership.METHODS,
+) -> dict[str, Any]:  # fmt: skip
+    """All membership attacks on final weights; the headline figures are those of online LiRA (or the first asked)."""
+    pool = shadows.pool_of(prepared, pool_size, seed)
+    train = shadows.trainer(prepared, pool, seed)
+    dataset, task = prepared.dataset, prepared.task
+    found = membership.infer(
+        task.module, task.layout, weights, train, pool.x[pool.rows], pool.y[pool.rows], pool.member,
+        shadows=shadows_count, methods=tuple(methods), seed=seed, pixel_range=dataset.pixel_range,
+    )  # fmt: skip
+    headline = "lira-online" if "lira-online" in found else next(iter(found))
+    return {
+        "kind": "membership",
+        "method": headline,
+        **asdict(found[headline]),
+        "methods": {name: asdict(rates) for name, rates in found.items()},
+        "shadows": shadows_count,
+        "pool": len(pool.rows),
+        "attacker": "knows the recipe and all training rows outside the pool; shadows use the same recipe",
+    }
+
+
+def attack_attribute(
+    prepared: Prepared, weights: np.ndarray, *, name: str | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Read a sensitive attribute of the training rows off the model's embeddings."""
+    known = dict(prepared.dataset.attributes)
+    if not known:
+        raise UserError(
+            f"dataset '{prepared.dataset.name}' has no further attributes to infer (utkface has)."
+        )
+    name = name or next(iter(known))
+    if name not in known:
+        raise UserError(
+            f"unknown attribute '{name}'; there are {', '.join(known)}.{did_you_mean(name, known)}"
+        )
+    found = attribute.infer(
+        prepared.task.module,
+        prepared.task.layout,
+        weights,
+        prepared.dataset.x,
+        np.asarray(known[name]),
+        seed=seed,
+    )
+    return {"kind": "attribute", "attribute": name, **asdict(found)}
+
+
+def attack_decoder(
+    prepared: Prepared, weights: np.ndarray, *, victims: int = 100, seed: int = 0, out: Path | None = None
+) -> dict[str, Any]:
+    """Decode training inputs from the model's embeddings; the attacker's own data are the test rows."""
+    dataset = prepared.dataset
+    chosen = np.random.default_rng(seed).choice(len(dataset.x), min(victims, len(dataset.x)), replace=False)
+    figures: dict[str, Any] = {"kind": "decoder", "victims": len(chosen)}
+    for source in ("embeddings", "outputs"):
+        found = decoder.decode(
+            prepared.task.module, prepared.task.layout, weights, dataset.x_test[:4000], dataset.x[chosen],
+            source=source, pixel_range=dataset.pixel_range or (0.0, 1.0), seed=seed,
+        )  # fmt: skip
+        values = {k: v for k, v in asdict(found).items() if k not in ("images", "truth")}
+        if source == "embeddings":
+            figures |= {"source": source, **values}
+            if out is not None and dataset.pixel_range:
+                picture = leakage.Outcome({}, found.truth[:8, None], found.images[:8, None], {})
+                leakage.gallery({"decoder": picture}, out / "decoder.png")
+        else:
+            figures["from_outputs"] = values
+    return figures
+
+
+def audit_run(
+    path: Path,
+    *,
+    canaries_count: int = 1000,
+    rounds: int | None = None,
+    seed: int = 0,
+    significance: float = 0.05,
+) -> tuple[dict[str, Any], int]:
+    """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code)."""
+    run = store.open_run(path)
+    found, facts = canaries.audit(
+        run.config,
+        ledger=run.ledger(),
+        canaries=canaries_count,
+        rounds=rounds,
+        seed=seed,
+        significance=significance,
+    )
+    return {"kind": "audit", **asdict(found), **facts}, found.exit_code
+
+
+def final_weights(run: store.Run) -> np.ndarray:
+    """The weights a run ended with."""
+    return model_weights(run.state())
+
+
+def save(folder: Path, kind: str, figures: Any) -> Path:
+    """Write `attacks/<kind>.json` below a run."""
+    from fedveil.commands.common import plain
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}.json"
+    store.write_json(path, plain(figures))
+    return path

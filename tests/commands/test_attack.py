@@ -1,0 +1,143 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedveil.cli import build
+from fedveil.engines.simulate import run as simulate
+from fedveil.errors import UserError
+from fedveil.runs.config import make_config
+
+torch.set_num_threads(1)
+
+
+def call(*words):
+    return CliRunner().invoke(build(), [str(w) for w in words])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small private run on the embedded digits."""
+    folder = tmp_path_factory.mktemp("run") / "first"
+    config = make_config({
+        "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 2, "local_steps": 3, "batch_size": 50,
+        "protect": {"sigma": 1.0}, "model": "papers-mlp", "partition": "iid", "report": False, "checkpoint_every": 1,
+    })  # fmt: skip
+    simulate(config, folder)
+    return folder
+
+
+def test_gradient_attack_without_a_run_prints_the_promised_keys():
+    result = call(
+        "attack", "--kind", "gradient", "--type", "2", "--recipe", "non-private", "--dataset", "digits",
+        "--model", "cpl-lenet", "--victims", 4, "--seed", 11, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    keys = {
+        "success_rate",
+        "label_accuracy",
+        "rmse",
+        "ssim",
+        "iterations",
+        "threshold",
+        "cpu_seconds_per_victim",
+        "controls",
+    }
+    assert keys <= set(found)
+    assert found["success_rate"] == 1.0 and found["label_accuracy"] == 1.0
+    assert found["controls"]["black"]["success_rate"] == 0.0
+
+
+def test_recipes_are_compared_and_the_table_resumes(tmp_path):
+    words = (
+        "attack", "--recipe", "non-private,fed-cdp-example", "--dataset", "digits", "--victims", 3, "--iterations", 60,
+        "--out", tmp_path, "--json",
+    )  # fmt: skip
+    first = json.loads(call(*words).stdout)
+    assert [r["recipe"] for r in first["results"]] == ["non-private", "fed-cdp-example"]
+    assert first["results"][0]["success_rate"] > first["results"][1]["success_rate"] == 0.0
+    assert (tmp_path / "gradient.png").stat().st_size > 1000
+    lines = (tmp_path / "gradient.jsonl").read_text().splitlines()
+    again = json.loads(call(*words).stdout)
+    assert again == first and (tmp_path / "gradient.jsonl").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("leak", ["1", "0", "0-sanitised"])
+def test_updates_leak_too_unless_the_tap_lies_behind_the_noise(leak):
+    result = call(
+        "attack",
+        "--type",
+        leak,
+        "--recipe",
+        "fed-sdp",
+        "--dataset",
+        "digits",
+        "--victims",
+        3,
+        "--batch",
+        1,
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["update_as"] == "gradient"
+    assert found["success_rate"] == (0.0 if leak == "0-sanitised" else 1.0)
+
+
+def test_a_run_is_attacked_at_chosen_rounds(finished):
+    result = call("attack", finished, "--round", "0,2", "--victims", 2, "--iterations", 20, "--json")
+    assert result.exit_code == 0, result.output
+    assert [r["round"] for r in json.loads(result.stdout)["results"]] == [0, 2]
+    assert (finished / "attacks" / "gradient.json").exists() and (
+        finished / "attacks" / "gradient.png"
+    ).exists()
+
+
+def test_membership_and_decoder_of_a_run(finished):
+    found = json.loads(
+        call("attack", finished, "--kind", "membership", "--shadows", 2, "--pool", 80, "--json").stdout
+    )
+    for key in ("auc", "balanced_accuracy", "tpr_at_1pct", "tpr_at_01pct"):
+        low, high = found[f"{key}_interval"]
+        assert low <= found[key] <= high
+    found = json.loads(call("attack", finished, "--kind", "decoder", "--victims", 10, "--json").stdout)
+    assert {"mse", "mae", "ssim"} <= set(found)
+
+
+def test_an_attribute_attack_needs_an_attribute(finished):
+    result = call("attack", finished, "--kind", "attribute")
+    assert isinstance(result.exception, UserError) and "no further attributes" in str(result.exception)
+
+
+def test_audit_of_a_correct_run_exits_with_zero(finished):
+    result = call("audit", finished, "--canaries", 200, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {"epsilon_lower", "epsilon_promised", "ceiling", "verdict"} <= set(found)
+    assert found["verdict"] != "promise broken"
+    assert (finished / "attacks" / "audit.json").exists()
+
+
+def test_audit_of_a_run_whose_ledger_promises_too_much_exits_with_one(finished, tmp_path):
+    """The ledger of a run with 30 times the noise, beside a run that adds little."""
+    careful, careless = tmp_path / "careful", tmp_path / "careless"
+    for folder, sigma in ((careful, 3.0), (careless, 0.1)):
+        simulate(make_config({
+            "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 1, "local_steps": 1,
+            "batch_size": 1000, "protect": {"sigma": sigma}, "model": "papers-mlp", "partition": "iid", "report": False,
+        }), folder)  # fmt: skip
+    (careless / "ledger.jsonl").write_bytes((careful / "ledger.jsonl").read_bytes())
+    result = call("audit", careless, "--canaries", 200)
+    assert result.exit_code == 1 and "PROMISE BROKEN" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--kind", "gradients"), "Did you mean 'gradient'"), (("--type", "3"), "--type 3"),
+     (("--kind", "membership"), "give a run directory"), (("--method", "viel"), "Did you mean 'veil'")],
+)  # fmt: skip
+def test_wrong_words_are_explained(words, message):
+    result = call("attack", *words)
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
