@@ -14,17 +14,17 @@ is a post-processing of the smaller); a larger Poisson rate (a mixture with "not
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.special import gammaln, logsumexp
 
 from fedveil.privacy.accountants import Answer, Composition
-from fedveil.privacy.events import Claim, Event, Release
+from fedveil.privacy.book import Book, Pair, once
+from fedveil.privacy.events import Claim, Event
 
 GRID = 128  # distinct noise multipliers of one family that are composed one by one
 _EXACT = 300  # events composed for single histories before the rest is bounded together
@@ -32,82 +32,6 @@ _CLOSE = 1.001  # a common bound this near to the largest single epsilon is repo
 _NESTED = 1e-4  # finest relative step of the rounding grid; coarser grids are unions of its cells
 _MONOTONE = ("gaussian", "laplace", "two-valued")
 _ORDERS = np.array([*range(2, 33), 36, 40, 48, 56, 64, 96, 128, 256])
-
-
-Pair = tuple[str, str]  # observer, unit
-
-
-@dataclass
-class Book:
-    """Everything charged: distinct claim sets, who had which how often, and claims about everyone."""
-
-    clients: int
-    parts: dict[tuple[Claim, ...], int] = field(default_factory=dict)
-    sets: list[tuple[Claim, ...]] = field(default_factory=list)
-    kinds: dict[Event, int] = field(default_factory=dict)  # events with steps=1
-    kind_list: list[Event] = field(default_factory=list)
-    by_pair: dict[Pair, list[tuple[int, Claim, int]]] = field(default_factory=dict)  # part, claim, kind
-    entries: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    everyone: Counter[Claim] = field(default_factory=Counter)
-    counted: tuple[int, csr_array] | None = None  # `met` of the first so many entries
-
-    def add(self, release: Release) -> None:
-        """Charge one release. A claim with scope "everyone" counts once per release, however many groups
-        carry it: it speaks about any unit of the run, and each group repeats it."""
-        shared: set[Claim] = set()
-        for clients, claims in release.groups:
-            if claims not in self.parts:
-                self.define(claims)
-            part = self.parts[claims]
-            self.entries.append((part, np.asarray(clients, dtype=np.int64)))
-            shared.update(claim for claim in claims if claim.scope == "everyone")
-        self.everyone.update(shared)
-
-    def define(self, claims: tuple[Claim, ...]) -> None:
-        """Number a claim set that was not met before."""
-        number = len(self.parts)
-        self.parts[claims] = number
-        self.sets.append(claims)
-        for claim in claims:
-            kind = -1
-            if claim.event is not None:
-                once = _once(claim.event)
-                kind = self.kinds.setdefault(once, len(self.kinds))
-                if kind == len(self.kind_list):
-                    self.kind_list.append(once)
-            self.by_pair.setdefault((claim.observer, claim.unit), []).append((number, claim, kind))
-
-    def plus(self, release: Release) -> Book:
-        """What the book would be after `release`."""
-        after = copy(self)
-        after.parts, after.sets, after.entries = dict(self.parts), list(self.sets), list(self.entries)
-        after.kinds, after.kind_list, after.everyone = (
-            dict(self.kinds),
-            list(self.kind_list),
-            self.everyone.copy(),
-        )
-        after.by_pair = {pair: list(claims) for pair, claims in self.by_pair.items()}
-        after.add(release)
-        return after
-
-    def met(self) -> csr_array:
-        """How often each client [row] met each part [column]."""
-        shape = (self.clients, len(self.parts))
-        done, known = self.counted or (0, csr_array(shape, dtype=np.int64))
-        known = csr_array((known.data, known.indices, known.indptr), shape=shape)
-        if done < len(self.entries):
-            fresh = self.entries[done:]
-            rows = np.concatenate([clients for _, clients in fresh])
-            columns = np.repeat([part for part, _ in fresh], [len(clients) for _, clients in fresh])
-            known = known + coo_array((np.ones(len(rows), np.int64), (rows, columns)), shape=shape).tocsr()
-        self.counted = (len(self.entries), known)
-        return known
-
-    def who_met(self, parts: set[int]) -> np.ndarray:
-        """Which clients met one of `parts`."""
-        chosen = np.zeros(len(self.parts), dtype=np.int64)
-        chosen[list(parts)] = 1
-        return (self.met() @ chosen) > 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +53,11 @@ class Histories:
         """Some of the rows."""
         return Histories(self.events, self.counts[np.asarray(rows, dtype=np.int64)], self.shared)
 
+    def busy(self) -> Histories:
+        """Without the rows that have nothing of their own (but for one, if that is all there is)."""
+        rows = np.flatnonzero(np.diff(self.counts.indptr))
+        return self if len(rows) == self.counts.shape[0] else self.only(rows if len(rows) else [0])
+
     def on(self, events: tuple[Event, ...]) -> Histories:
         """The same histories with other columns, a superset of these."""
         place = {event: i for i, event in enumerate(events)}
@@ -149,7 +78,7 @@ def of_clients(book: Book, pair: Pair, wanted: Callable[[Claim], bool]) -> Histo
     held = [(part, kind, c.event.steps) for part, c, kind in claims if c.event and c.scope == "holder"]
     parts, kinds, steps = np.array(held, dtype=np.int64).reshape(-1, 3).T
     everyone = [
-        (book.kinds[_once(claim.event)], times * claim.event.steps)
+        (book.kinds[once(claim.event)], times * claim.event.steps)
         for claim, times in book.everyone.items()
         if claim.event and (claim.observer, claim.unit) == pair and wanted(claim)
     ]
@@ -216,6 +145,7 @@ def covering(histories: Histories, copies: int = 1) -> Histories:
     Events of one family are ordered by strength; the k-th strongest event of the answer is at least as
     strong as the k-th strongest of any such sum. Poisson rates are raised to the largest in the family.
     """
+    histories = histories.busy()
     rows = histories.counts.shape[0]
     families: dict[tuple, list[int]] = defaultdict(list)
     for i in np.unique(histories.counts.indices):
@@ -293,6 +223,7 @@ def worst(
     With `limit`, an epsilon at or below it may come from the quick Rényi bound alone: enough to know that a
     budget holds.
     """
+    histories = histories.busy()
     quick = judge.quick(histories, delta) if accountant == "pld" else None
     if quick is not None and limit is not None and quick.max() <= limit:
         return Answer("rdp", float(quick.max()), delta, "sound", "")
@@ -327,10 +258,6 @@ def _larger(one: Answer, other: Answer) -> Answer:
     if one.epsilon is None or (other.epsilon is not None and other.epsilon <= one.epsilon):
         return one
     return other
-
-
-def _once(event: Event) -> Event:
-    return event if event.steps == 1 else replace(event, steps=1)
 
 
 def _family(event: Event) -> tuple:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer
+from fedveil.privacy.book import GROUP, Book, Pair, pieces_of
 from fedveil.privacy.events import OBSERVERS, UNITS, Claim, Release
-from fedveil.privacy.histories import Book, Judge, Pair, most, of_clients, of_units, relations, worst
+from fedveil.privacy.histories import Judge, most, of_clients, of_units, relations, worst
 from fedveil.privacy.log import Damaged, Locked, Log, Record, read
 from fedveil.privacy.records import (
-    GROUP,
     SECRET,
     Budget,
     BudgetExceeded,
@@ -68,6 +68,19 @@ class _Past(NamedTuple):
     content: str
 
 
+@dataclass(frozen=True)
+class _View:
+    """What a question is about: all clients (row None), or one of them, which stands in `row` of the books."""
+
+    book: Book
+    committed: Book
+    client: int | None
+    row: int | None
+
+    def claims(self, pair: Pair) -> list[Claim]:
+        return self.book.claims(pair) + self.committed.claims(pair)
+
+
 class Ledger:
     """One run's ledger. Use `create`, `open` (both lock the file) or `read`; close it or use it in `with`."""
 
@@ -92,7 +105,7 @@ class Ledger:
         """Start a ledger; refuses a delta that is no promise, and a committed plan over budget."""
         check_header(header)
         draft = cls(header, (), None)
-        over = draft._over(draft._book) if header.stopping == "data" else []
+        over = draft._over(header.budgets) if header.stopping == "data" else []
         if over:
             raise UserError(f"ledger header: the committed plan does not fit: {over[0]}.")
         log = Log.create(path, {"kind": "header", "header": header_to_json(header)})
@@ -158,10 +171,9 @@ class Ledger:
         this = _Past(fingerprint, _content(body))
         charged = not (self.header.simulated and fingerprint and replay_of and self._past[replay_of] == this)
         if charged and (over := self.would_exceed(release)):
-            numbers = [
-                i for i, budget in enumerate(self.header.budgets) if budget in [o.budget for o in over]
-            ]
-            self._accept({"kind": "spent", "round": release.round, "budgets": numbers})
+            numbers = {self.header.budgets.index(exceeded.budget) for exceeded in over}
+            if not numbers <= self._spent:
+                self._accept({"kind": "spent", "round": int(release.round), "budgets": sorted(numbers)})
             raise BudgetExceeded(over)
         body.update(fingerprint=fingerprint, charged=charged)
         if replay_of is not None:
@@ -174,10 +186,10 @@ class Ledger:
         if not self.header.budgets:
             return ()
         check_release(release, self.header.clients)
-        touched = [i for i, budget in enumerate(self.header.budgets) if self._touches(release, budget)]
+        touched = self._touched(release)
         gone = [Exceeded(self.header.budgets[i], None, spent=True) for i in touched if i in self._spent]
         fresh = [self.header.budgets[i] for i in touched if i not in self._spent]
-        return (*gone, *self._over(self._book.plus(release), fresh))
+        return (*gone, *self._over(fresh, release))
 
     # -- reading
 
@@ -212,7 +224,7 @@ class Ledger:
         rows: list[Row] = []
         for observer in OBSERVERS:
             for unit in UNITS:
-                claims = self._claims(self._book, (observer, unit))
+                claims = self._view().claims((observer, unit))
                 if any(claim.verdict != "nominal" for claim in claims):
                     rows.extend(self._sound_rows((observer, unit), delta, accountant))
                 names = dict.fromkeys(c.accountant or accountant for c in claims if c.verdict == "nominal")
@@ -225,7 +237,7 @@ class Ledger:
         """Epsilon of the sound row; 0 if nothing was released there, None if there is no finite promise."""
         check_name("observer", observer, OBSERVERS)
         check_name("unit", unit, UNITS)
-        if not self._claims(self._book, (observer, unit)):
+        if not self._view().claims((observer, unit)):
             return 0.0
         delta = self.header.delta if delta is None else delta
         row = self._sound_rows((observer, unit), delta, accountant)[0]
@@ -236,7 +248,7 @@ class Ledger:
         left: dict[Pair, float] = {}
         for i, budget in enumerate(self.header.budgets):
             if budget.client in (None, client):
-                used = self._reached(self._book, replace(budget, client=client), None)
+                used = self._reached(self._view(client), budget, None)
                 free = 0.0 if used is None or i in self._spent else max(budget.epsilon - used, 0.0)
                 pair = (budget.observer, budget.unit)
                 left[pair] = min(free, left.get(pair, free))
@@ -280,109 +292,113 @@ class Ledger:
         )
         return Release(body["round"], groups, body.get("note", ""))
 
-    def _claims(self, book: Book, pair: Pair) -> list[Claim]:
-        return [claim for part in (book, self._committed) for _, claim, _ in part.by_pair.get(pair, ())]
+    def _view(self, client: int | None = None) -> _View:
+        """All clients, or the one client with what concerns it."""
+        if client is None or self.header.copies > 1:
+            return _View(self._book, self._committed, client, client)
+        return _View(self._book.alone(client), self._committed.alone(client), client, 0)
 
-    def _touches(self, release: Release, budget: Budget) -> bool:
-        """Whether the release can move the budgeted row (a co-holder of an example moves it too)."""
-        shared = budget.unit == "example" and self.header.copies > 1
-        return any(
-            (claim.observer, claim.unit) == (budget.observer, budget.unit)
-            and (claim.scope == "everyone" or budget.client is None or shared or budget.client in clients)
-            for clients, claims in release.groups
-            for claim in claims
-        )
+    def _touched(self, release: Release) -> list[int]:
+        """Numbers of the budgets that a release can move (a co-holder of an example moves them too)."""
+        everyone: set[Pair] = set()
+        own: dict[int, set[Pair]] = {}
+        for clients, claims in release.groups:
+            pairs: set[Pair] = {(claim.observer, claim.unit) for claim in claims}
+            everyone |= {(claim.observer, claim.unit) for claim in claims if claim.scope == "everyone"}
+            own.update((client, pairs) for client in clients)
+        somebody = everyone.union(*own.values())
+        touched = []
+        for i, budget in enumerate(self.header.budgets):
+            shared = budget.client is None or (budget.unit == "example" and self.header.copies > 1)
+            pairs = somebody if shared else everyone | own.get(budget.client or 0, set())
+            if (budget.observer, budget.unit) in pairs:
+                touched.append(i)
+        return touched
 
-    def _over(self, book: Book, budgets: Sequence[Budget] | None = None) -> list[Exceeded]:
+    def _over(self, budgets: Sequence[Budget], release: Release | None = None) -> list[Exceeded]:
+        """The budgets that are exceeded, after `release` if given."""
+        together = self._view()  # one book for all; clients with a budget of their own are looked at alone
+        if release is not None and any(b.client is None or self.header.copies > 1 for b in budgets):
+            together = replace(together, book=self._book.plus(release))
+        pieces = None if release is None else pieces_of(release)
         over = []
-        for budget in self.header.budgets if budgets is None else budgets:
-            reached = self._reached(book, budget, budget.epsilon)
+        for budget in budgets:
+            if budget.client is None or self.header.copies > 1:
+                view = replace(together, client=budget.client, row=budget.client)
+            else:
+                view = self._view(budget.client)
+                if pieces is not None:
+                    pieces.join(view.book, budget.client)
+            reached = self._reached(view, budget, budget.epsilon)
             if reached is None or reached * ROUNDING > budget.epsilon:
                 over.append(Exceeded(budget, reached))
         return over
 
-    def _reached(self, book: Book, budget: Budget, limit: float | None) -> float | None:
-        """Epsilon of a budgeted row in `book`; at or below `limit` it may be a quick upper bound."""
+    def _reached(self, view: _View, budget: Budget, limit: float | None) -> float | None:
+        """Epsilon of a budgeted row; at or below `limit` it may be a quick upper bound."""
         pair, name = (budget.observer, budget.unit), budget.accountant
         delta = self.header.delta if budget.delta is None else budget.delta
         if budget.verdict == "sound":
-            answer = self._sound(book, pair, delta, name, budget.client, limit)[0]
+            answer = self._sound(view, pair, delta, name, limit)[0]
             return answer.epsilon if answer.verdict == "sound" else None
-        chosen = _nominal(name, name)
-        return self._judged(book, pair, chosen, delta, name, budget.client, limit, committed=False)[0].epsilon
+        return self._judged(view, pair, _nominal(name, name), delta, name, limit, committed=False)[0].epsilon
 
     def _sound(
-        self,
-        book: Book,
-        pair: Pair,
-        delta: float,
-        name: str,
-        client: int | None = None,
-        limit: float | None = None,
+        self, view: _View, pair: Pair, delta: float, name: str, limit: float | None = None
     ) -> tuple[Answer, str]:
-        """What is promised about `pair` (about `client`'s data, if given), and for which neighbours."""
-        why = self._broken(book, pair, client) or self._broken(self._committed, pair, client)
+        """What is promised about `pair`, and for which neighbours."""
+        why = self._broken(view.book, pair, view.row) or self._broken(view.committed, pair, view.row)
         if self.header.stopping == "data" and self.header.committed is None:
             why = why or "the stop depends on the data and no plan was committed"
-        claims = [claim for claim in self._claims(book, pair) if claim.verdict != "nominal"]
-        by_group = [claim.accountant == GROUP for claim in claims]
+        by_group = [claim.accountant == GROUP for claim in view.claims(pair) if claim.verdict != "nominal"]
         if not why and any(by_group):
             if all(by_group):
-                return self._by_group(book, pair, delta, name, client)
+                return self._by_group(view, pair, delta, name)
             why = "a promise by group privacy does not compose with another one"
         if why:
             return Answer("", None, delta, "none", why), ""
-        return self._judged(book, pair, _is_sound, delta, name, client, limit)
+        return self._judged(view, pair, _is_sound, delta, name, limit)
 
-    def _by_group(
-        self, book: Book, pair: Pair, delta: float, name: str, client: int | None
-    ) -> tuple[Answer, str]:
+    def _by_group(self, view: _View, pair: Pair, delta: float, name: str) -> tuple[Answer, str]:
         """A client's promise from its examples': group privacy over all N_i of them."""
         sizes = self.header.sizes
         if not sizes:
             return Answer("", None, delta, "none", "group privacy needs the client sizes"), ""
-        one, relation = self._sound(book, (pair[0], "example"), delta, name, client)
-        size = max(sizes) if client is None else sizes[client]
-        return group(one, max(size, 1)), relation
+        one, relation = self._sound(view, (pair[0], "example"), delta, name)
+        return group(
+            one, max(sizes if view.client is None else [sizes[view.client]], default=1) or 1
+        ), relation
 
-    def _broken(self, book: Book, pair: Pair, client: int | None = None) -> str:
-        """Why a release ends the sound promise about `pair` (to the holder of `client`'s data, if given)."""
-        said: dict[int, dict[str, str]] = {}
-        for part, claim, _ in book.by_pair.get(pair, ()):
-            kept = claim.verdict == "sound" or claim.accountant == GROUP
-            said.setdefault(part, {})["sound" if kept else claim.verdict] = (
-                claim.reason or "no finite promise"
-            )
-        ends = {part: v for part, v in said.items() if "none" in v or ("nominal" in v and "sound" not in v)}
-        shared = any(c.scope == "everyone" for part, c, _ in book.by_pair.get(pair, ()) if part in ends)
-        alone = client is not None and not shared and (self.header.copies == 1 or pair[1] != "example")
-        if ends and alone and not book.who_met(set(ends))[client]:
-            return ""
-        return "; ".join(dict.fromkeys(v.get("none") or v["nominal"] for v in ends.values()))
+    def _broken(self, book: Book, pair: Pair, row: int | None) -> str:
+        """Why a release ends the sound promise about `pair` (to the holder of that row's data, if given)."""
+        ends = book.ends.get(pair, [])
+        one_holder = self.header.copies == 1 or pair[1] != "example"
+        if ends and row is not None and one_holder and not any(end.everyone for end in ends):
+            ends = ends if book.who_met({end.part for end in ends})[row] else []
+        return "; ".join(dict.fromkeys(end.reason for end in ends))
 
     def _judged(
         self,
-        book: Book,
+        view: _View,
         pair: Pair,
         wanted: Callable[[Claim], bool],
         delta: float,
         name: str,
-        client: int | None = None,
         limit: float | None = None,
         *,
         committed: bool = True,
     ) -> tuple[Answer, str]:
         """The largest epsilon of the wanted claims, and the neighbouring relations it speaks about."""
-        own = of_clients(book, pair, wanted)
+        own = of_clients(view.book, pair, wanted)
         if committed and self.header.stopping == "data":
-            own = most(own, of_clients(self._committed, pair, wanted))
+            own = most(own, of_clients(view.committed, pair, wanted))
         copies = self.header.copies if pair[1] == "example" else 1
-        units = of_units(own, copies, self.header.holders, client)
+        units = of_units(own, copies, self.header.holders, view.row)
         relation = relations(units)
         if relation is None:
             why = "releases with different neighbouring relations do not compose"
             return Answer("", None, delta, "none", why), "mixed"
-        fixed = sorted({c.accountant for c in self._claims(book, pair) if wanted(c) and c.accountant})
+        fixed = sorted({c.accountant for c in view.claims(pair) if wanted(c) and c.accountant})
         if len(fixed) > 1:
             why = f"claims that ask for different accountants ({', '.join(fixed)}) do not compose"
             return Answer("", None, delta, "none", why), relation
@@ -395,21 +411,22 @@ class Ledger:
 
     def _sound_rows(self, pair: Pair, delta: float, name: str) -> list[Row]:
         """The sound row (or its `none`); after a data-dependent stop also the nominal epsilon at the stop."""
-        answer, relation = self._sound(self._book, pair, delta, name)
-        claims = [claim for claim in self._claims(self._book, pair) if _is_sound(claim) and claim.event]
-        reasons = _reasons(claims)
-        rows = [self._row(pair, answer, relation, reasons if answer.epsilon is not None else [])]
-        if self.header.stopping == "data" and claims and not self._broken(self._book, pair):
-            stop, relation = self._judged(self._book, pair, _is_sound, delta, name, committed=False)
+        view = self._view()
+        answer, relation = self._sound(view, pair, delta, name)
+        claims = [claim for claim in view.claims(pair) if _is_sound(claim)]
+        rows = [self._row(pair, answer, relation, _reasons(claims) if answer.epsilon is not None else [])]
+        counted = any(claim.event for claim in claims) and not self._broken(self._book, pair, None)
+        if self.header.stopping == "data" and counted:
+            stop, relation = self._judged(view, pair, _is_sound, delta, name, committed=False)
             if stop.epsilon != answer.epsilon:
                 why = "epsilon where the data stopped it; promised is only the maximum committed in advance"
                 rows.append(self._row(pair, replace(stop, verdict="nominal", reason=why), relation, []))
         return rows
 
     def _nominal_row(self, pair: Pair, delta: float, name: str, default: str) -> Row:
-        chosen = _nominal(name, default)
-        reasons = _reasons(claim for claim in self._claims(self._book, pair) if chosen(claim))
-        answer, relation = self._judged(self._book, pair, chosen, delta, name, committed=False)
+        view, chosen = self._view(), _nominal(name, default)
+        reasons = _reasons(claim for claim in view.claims(pair) if chosen(claim))
+        answer, relation = self._judged(view, pair, chosen, delta, name, committed=False)
         if answer.epsilon is not None:
             answer = replace(answer, verdict="nominal")
         return self._row(pair, answer, relation, reasons)

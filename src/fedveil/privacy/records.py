@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.accountants import Answer
+from fedveil.privacy.book import GROUP
 from fedveil.privacy.events import (
     OBSERVERS,
     UNITS,
@@ -22,9 +23,6 @@ from fedveil.privacy.events import (
     Verdict,
 )
 
-GROUP = (
-    "group"  # Claim.accountant of a client claim that is to be derived from the example row (group privacy)
-)
 SECRET = "holds when deployed with secret noise"
 
 
