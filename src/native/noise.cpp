@@ -142,9 +142,17 @@ void expand_key(const uint8_t* key, AesKey& out) {
 
 Cipher portable_cipher() { return cipher_portable; }
 
+bool has_vaes() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vaes");
+#else
+    return false;
+#endif
+}
+
 Cipher best_cipher() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vaes")) return cipher_vaes;
+    if (has_vaes()) return cipher_vaes;
     if (__builtin_cpu_supports("aes") && __builtin_cpu_supports("sse4.1")) return cipher_aesni;
 #endif
     return cipher_portable;
@@ -156,10 +164,20 @@ void fill_noise(const NoiseKernels& kernels, Cipher cipher, const Stream& stream
     alignas(64) uint32_t words[kTiles * 32];
     alignas(64) float values[kTiles * 32];
     const int per_tile = stream.purpose == STAIRCASE ? 16 : 32;
+    const bool fused = stream.purpose == NORMAL && kernels.normals_with_cipher && cipher == best_cipher() && has_vaes();
     int64_t done = 0;
     while (done < count) {
         const int64_t at = first + done, tile = at / per_tile, skip = at - tile * per_tile;
-        const int tiles = int(std::min<int64_t>(kTiles, (skip + count - done + per_tile - 1) / per_tile));
+        int tiles = int(std::min<int64_t>(kTiles, (skip + count - done + per_tile - 1) / per_tile));
+        if (skip) tiles = 1;  // then whole tiles follow
+        const bool direct = fused && (skip == 0 && count - done >= per_tile);
+        if (direct) {  // every whole tile that is left, at once
+            const int64_t whole = (count - done) / per_tile;
+            const int now = int(std::min<int64_t>(whole, 1 << 20));
+            kernels.normals_with_cipher(*stream.key, uint32_t(tile * 8), stream.example, stream.step, now, out + done);
+            done += int64_t(now) * per_tile;
+            continue;
+        }
         cipher(*stream.key, uint32_t(tile * 8), stream.example, stream.step, stream.purpose, tiles * 8, words);
         const int64_t n = std::min<int64_t>(int64_t(tiles) * per_tile - skip, count - done);
         // Whole tiles go straight to their place; a first or last part goes through a buffer.

@@ -15,6 +15,7 @@ using Cipher = void (*)(const AesKey& key, uint32_t first, uint32_t example, uin
                         int blocks, uint32_t* out);
 Cipher best_cipher();      // the fastest this CPU has
 Cipher portable_cipher();  // tables, any CPU
+bool has_vaes();
 
 enum Purpose : uint32_t { NORMAL = 1, LAPLACE = 2, STAIRCASE = 3, JOINT = 4 };
 
@@ -29,6 +30,8 @@ struct NoiseKernels {
     void (*normals)(const uint32_t* words, int tiles, float* out);                             // 32 values a tile
     void (*laplaces)(const uint32_t* words, int tiles, float* out);                            // 32 values a tile
     void (*staircases)(const uint32_t* words, int tiles, float* out, const StaircaseShape&);  // 16 values a tile
+    // Cipher and normals in one loop; needs VAES; null: there is none.
+    void (*normals_with_cipher)(const AesKey& key, uint32_t first, uint32_t example, uint32_t step, int tiles, float* out);
 };
 
 struct Stream {

@@ -60,7 +60,7 @@ _CHUNK = 1 << 13  # tiles per pass: temporaries stay in cache
 _F = np.float32
 _LN2 = _F(0.69314718)
 # ln(1 + f) = f - f^2/2 + f^3 P(f) on [sqrt(1/2) - 1, sqrt(2) - 1]; relative error 3.2e-8
-_LOG = tuple(map(_F, (0.08700435, -0.14267486, 0.14914769, -0.16577585, 0.19963063, -0.25001338, 0.3333391)))
+_LOG = tuple(map(_F, (0.3333391, -0.25001338, 0.19963063, -0.16577585, 0.14914769, -0.14267486, 0.08700435)))
 _SIN = tuple(map(_F, (-0.00019517299, 0.008332178, -0.16666655)))  # sin x = x + x^3 P(x^2), |x| <= pi/4
 _COS = tuple(map(_F, (2.4438452e-05, -0.0013887368, 0.041666646)))  # cos x = 1 - x^2/2 + x^4 P(x^2)
 _ANGLE = _F(math.pi / 2**31)  # radians per unit of a signed 32-bit angle
@@ -92,10 +92,10 @@ def exponential_of_word(word: np.ndarray) -> np.ndarray:
     f_high = ((np.int32(2**31 - 1) - h).astype(_F) + _F(0.5)) * _F(-(2.0**-31))
     f = np.where(near_one, f_high, f_low)
     k = np.where(near_one, _F(0), (np.int32(31) - exponent).astype(_F))
-    p = _LOG[0] * f + _LOG[1]
-    for c in _LOG[2:]:
-        p = p * f + c
     z = f * f
+    low, middle = _LOG[0] + _LOG[1] * f, _LOG[2] + _LOG[3] * f
+    high = (_LOG[4] + _LOG[5] * f) + _LOG[6] * z
+    p = low + z * (middle + z * high)
     return k * _LN2 - (f + ((p * f) * z - _F(0.5) * z))
 
 
