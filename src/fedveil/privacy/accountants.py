@@ -295,21 +295,22 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
 def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
     if not memo.counts:
         return Answer(accountant, 0.0, 0.0, "sound", "nothing was released")
+    pure = sum(n * _pure(kind) for kind, n in memo.counts.items())
     if delta == 0:
-        total = sum(n * _pure(kind) for kind, n in memo.counts.items())
-        if math.isinf(total):
+        if math.isinf(pure):
             raise Refused("delta = 0 needs pure mechanisms (Laplace, Staircase, two-valued) throughout")
-        return Answer(accountant, total, 0.0, "sound", "pure epsilons add up")
+        return Answer(accountant, pure, 0.0, "sound", "pure epsilons add up")
     note = _note(memo)
     if accountant == "pld":
-        value = memo.solution.epsilon(delta)
+        value = min(memo.solution.epsilon(delta), pure)
         if math.isinf(value):
             raise Refused(
                 f"delta = {delta:g} is below the numerical floor of privacy-loss distributions: use rdp"
             )
         return Answer("pld", value, delta, "sound", note)
     if accountant == "rdp":
-        return Answer("rdp", renyi.to_epsilon(renyi.TODAY, memo.solution, delta), delta, "sound", note)
+        value = min(renyi.to_epsilon(renyi.TODAY, memo.solution, delta), pure)
+        return Answer("rdp", value, delta, "sound", note)
     if accountant == "moments":
         value = max(0.0, formulas.old_conversion(renyi.MOMENTS, memo.solution, delta))
         return Answer("moments", value, delta, "sound", note)

@@ -188,9 +188,8 @@ def choose_step(releases: Sequence[tuple[float, tuple[float, float], int]]) -> f
     total = sum(v * n for v, _, n in releases)
     widest = max(high - low for _, (low, high), _ in releases)
     width = min(sum((high - low) * n for _, (low, high), n in releases), 20 * math.sqrt(total) + 2 * widest)
-    step = max(
-        FINENESS * math.sqrt(total / count), width / MOST_CELLS, widest / MOST_CELLS_PER_RELEASE, FINEST
-    )
+    wanted = min(FINENESS * math.sqrt(total / count), widest * math.sqrt(count) / 768)  # few steps: finer
+    step = max(wanted, width / MOST_CELLS, widest / MOST_CELLS_PER_RELEASE, FINEST)
     return 2.0 ** math.floor(math.log2(step))
 
 
