@@ -132,6 +132,7 @@ def _divergences(kind: Kind, orders: tuple[float, ...]) -> Array:
     return renyi.poisson(kind.noise, kind.rate, orders)
 
 
+@lru_cache(maxsize=65536)
 def _pure(kind: Kind) -> float:
     """Pure epsilon of one step after amplification by sampling (infinity for Gaussian noise)."""
     return float(formulas.amplified(vector_guarantee(kind.noise).pure, kind.rate))
@@ -295,7 +296,9 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
 def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
     if not memo.counts:
         return Answer(accountant, 0.0, 0.0, "sound", "nothing was released")
-    pure = sum(n * _pure(kind) for kind, n in memo.counts.items())
+    pure = math.inf
+    if not any(kind.noise.mechanism == "gaussian" for kind in memo.counts):
+        pure = sum(n * _pure(kind) for kind, n in memo.counts.items())
     if delta == 0:
         if math.isinf(pure):
             raise Refused("delta = 0 needs pure mechanisms (Laplace, Staircase, two-valued) throughout")
