@@ -221,3 +221,9 @@ def test_default_models_fit_their_data():
         dataset = data(name, shape, classes)
         assert default_model(dataset) == model
         check_model(build(model, shape, classes), shape, classes)
+
+
+def test_a_linear_model_can_start_at_zero_and_without_bias():
+    net = build("logistic", (5,), 3, bias=False, zero=True)
+    assert flatten(net).tolist() == [0.0] * 15
+    assert flatten(build("logistic", (5,), 3)).any()

@@ -121,9 +121,16 @@ def wind_cnn(shape: Shape, outputs: int) -> nn.Sequential:
     return _with_head(features, shape, 32, outputs)
 
 
-def linear(shape: Shape, outputs: int) -> nn.Sequential:
-    """One dense layer: linear regression with the squared loss, logistic regression with cross-entropy."""
-    return nn.Sequential(*([nn.Flatten()] if len(shape) > 1 else []), nn.Linear(math.prod(shape), outputs))
+def linear(shape: Shape, outputs: int, bias: bool = True, zero: bool = False) -> nn.Sequential:
+    """One dense layer: linear regression with the squared loss, logistic regression with cross-entropy.
+
+    zero: start at zero, so that no random start has to be unlearnt under noise.
+    """
+    dense = nn.Linear(math.prod(shape), outputs, bias=bias)
+    if zero:
+        for parameter in dense.parameters():
+            nn.init.zeros_(parameter)
+    return nn.Sequential(*([nn.Flatten()] if len(shape) > 1 else []), dense)
 
 
 class Residual(nn.Module):
