@@ -141,10 +141,10 @@ def test_a_policy_with_secure_noise_refuses_an_app_with_a_built_in_root(tmp_path
 def test_each_node_pays_in_its_own_ledger_before_it_replies(tmp_path: Path) -> None:
     seen = []
 
-    def look(node: int, message: Message, reply: Message | None) -> list[Message]:
+    def look(node: int, message: Message, reply: Message) -> list[Message]:
         if message.metadata.message_type == "train":
             seen.append(len(ledger_of(tmp_path / f"n{NODES[node]}").participations().nonzero()[0]))
-        return [reply] if reply else []
+        return [reply]
 
     result, _ = federate(tmp_path, config_of("fed-cdp"), look)
     assert seen == [1] * 8
@@ -217,9 +217,8 @@ def test_sum_only_recipes_are_refused_with_the_reason(tmp_path: Path) -> None:
 
 def on_train(
     bad: Callable[[Message, Message], list[Message]], node: int = 101
-) -> Callable[[int, Message, Message | None], list[Message]]:
-    def tamper(at: int, message: Message, reply: Message | None) -> list[Message]:
-        assert reply is not None
+) -> Callable[[int, Message, Message], list[Message]]:
+    def tamper(at: int, message: Message, reply: Message) -> list[Message]:
         return bad(message, reply) if at == node and message.metadata.message_type == "train" else [reply]
 
     return tamper
@@ -310,8 +309,7 @@ def test_server_noise_keeps_its_scale_when_few_arrive(tmp_path: Path) -> None:
 
     config = config_of("fed-sdp", rounds=1, cohort_size=4.0, protect={"sigma": 2.0, "clip.bound": 3.0})
 
-    def zero(node: int, message: Message, reply: Message | None) -> list[Message]:
-        assert reply is not None
+    def zero(node: int, message: Message, reply: Message) -> list[Message]:
         if message.metadata.message_type != "train":
             return [reply]
         return rewritten(message, reply, np.zeros_like(update_of(reply))) if NODES[node] == 0 else []
@@ -354,12 +352,12 @@ def test_an_offline_node_is_not_waited_for(tmp_path: Path) -> None:
     config = config_of("fed-cdp")
     rounds = 0
 
-    def leaves(node: int, message: Message, reply: Message | None) -> list[Message]:
+    def leaves(node: int, message: Message, reply: Message) -> list[Message]:
         nonlocal rounds
         if message.metadata.message_type == "train" and node == 101:
             rounds += 1
             grids[0].offline.add(101)
-        return [reply] if reply else []
+        return [reply]
 
     grids: list[LocalGrid] = []
     federate(tmp_path, config, leaves, change=grids.append, options={"deadline": 60.0})
@@ -419,8 +417,7 @@ def test_a_killed_server_resumes_and_no_ledger_under_counts(tmp_path: Path, root
 def test_nothing_but_the_upload_and_public_facts_leaves_a_node(tmp_path: Path) -> None:
     facts: list[dict[str, Any]] = []
 
-    def look(node: int, message: Message, reply: Message | None) -> list[Message]:
-        assert reply is not None
+    def look(node: int, message: Message, reply: Message) -> list[Message]:
         said, arrays = wire.read(reply)
         facts.append(said | {"arrays": {k: v.shape for k, v in arrays.items()}})
         return [reply]

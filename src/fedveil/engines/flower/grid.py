@@ -13,13 +13,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 SERVER = 1
-Tamper = Callable[[int, Message, "Message | None"], Sequence[Message]]
+Tamper = Callable[[int, Message, Message], Sequence[Message]]
 
 
 class LocalGrid(Grid):
     """nodes: node id -> its --node-config. offline: ids that are not listed and never answer.
 
-    tamper(node id, message, honest reply or None) returns the replies that arrive, if given.
+    tamper(node id, message, honest reply) returns the replies that arrive, if given.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalGrid(Grid):
             return []
         context = Context(1, node, dict(self.nodes[node]), RecordDict(), {})
         try:
-            reply: Message | None = self.app(message, context)
+            reply: Message = self.app(message, context)
         except Exception as wrong:  # as a SuperNode does it
             reply = Message(Error(code=0, reason=repr(wrong)), reply_to=message)
         return self.tamper(node, message, reply) if self.tamper else [reply]

@@ -115,9 +115,8 @@ def read_policy(path: Path) -> Policy:
         raise UserError(f"policy file {path}: 'recipes' is missing: list the recipes that may be trained")
     for key, value in values.items():
         _check_value(path, key, value)
-    return Policy(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    found: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return Policy(**found)
 
 
 def _check_value(path: Path, key: str, value: Any) -> None:
