@@ -226,6 +226,20 @@ def test_a_diverged_client_is_counted_and_left_out(tmp_path):
     assert open_run(tmp_path / "run").metrics[0]["uploads"] == 0
 
 
+def test_leaving_out_a_diverged_client_ends_the_promise(tmp_path):
+    result = run(load_config("fed-cdp-sound", [*SMALL, "learning_rate=1e30"]), tmp_path / "run")
+    rows = [r for r in result["ledger"] if (r["observer"], r["unit"]) == ("server", "example")]
+    assert [r["verdict"] for r in rows] == ["none"] and "diverged" in rows[0]["reason"]
+
+
+def test_a_diverged_client_is_not_told_apart_where_noise_follows(tmp_path):
+    result = run(load_config("dp-fedavg", [*SMALL, "learning_rate=1e30"]), tmp_path / "run")
+    assert open_run(tmp_path / "run").private[0]["diverged"] > 0
+    assert [r["verdict"] for r in result["ledger"] if (r["observer"], r["unit"]) == ("public", "client")] == [
+        "sound"
+    ]
+
+
 def test_regression_reports_rmse(tmp_path):
     from fedveil.api import dataset
     from fedveil.api import run as api_run

@@ -26,7 +26,7 @@ from fedveil.learning import local
 from fedveil.learning.batches import cohort
 from fedveil.learning.evaluate import distortion_bound, evaluate
 from fedveil.learning.plan import LocalPlan, LocalResult
-from fedveil.learning.promise import Round, Setting, release
+from fedveil.learning.promise import Round, Setting, divergence, release
 from fedveil.learning.recipes import Recipe
 from fedveil.learning.round import (
     State,
@@ -240,6 +240,7 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
     largest = np.concatenate([r.norm_max for _, r in seen])[finite]
     return {
         "diverged": int((~finite).sum()),
+        "diverged_clients": [c for chunk, r in seen for k, c in enumerate(chunk) if not r.finite[k]],
         "loss": mean("loss"),
         "norm_mean": mean("norm_mean"),
         "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
@@ -294,6 +295,9 @@ def run(
             ledger.spend(release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
             clock = time.perf_counter()
             state, facts, private = play_round(prepared, state, clients, workers)
+            lost = divergence(task.recipe, now.number, private.get("diverged_clients", ()))
+            if lost is not None:
+                ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
             facts["sat_out"] = len(drawn) - len(clients)
             done = record_round(
                 prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round

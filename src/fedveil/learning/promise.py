@@ -10,8 +10,8 @@ that cannot be shown the claim is "none"; a paper's own count is added as "nomin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedveil.learning.batches import passes
@@ -19,7 +19,7 @@ from fedveil.learning.recipes import Recipe
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Release, Sampling, Unit
 from fedveil.privacy.records import GROUP
 
-Scope = Literal["holder", "everyone"]
+Scope = Literal["holder", "everyone", "single"]
 
 AFTER_UPLOAD: tuple[Observer, ...] = ("server", "participants", "public")
 NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client"
@@ -71,6 +71,19 @@ def release(
             moment = Round(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
         groups.setdefault(tuple(claims(own, setting, moment, size)), []).append(client)
     return Release(now.number, tuple((tuple(members), key) for key, members in groups.items()))
+
+
+def divergence(recipe: Recipe, number: int, clients: Sequence[int]) -> Release | None:
+    """What is charged when clients of round `number` diverged and were left out: that they did depends on their data."""
+    if recipe.where != "step" or not clients:
+        return None
+    reason = "a client whose training diverged was left out; that it diverged depends on its data"
+    units: tuple[Unit, ...] = ("example", "client")
+    return Release(
+        number,
+        ((tuple(clients), tuple(_none(o, u, reason) for o in AFTER_UPLOAD for u in units)),),
+        "diverged",
+    )
 
 
 def claims(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]:
@@ -381,65 +394,35 @@ def _sum(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]
 def _two_valued(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
     """LDP-FL: each reported weight is epsilon-LDP; a client reports `dimension` weights every round."""
     epsilon = now.epsilon or recipe.epsilon or 0.0
-    weight = Event(Noise("two-valued", 1 / epsilon), Sampling("none"), "replace-one", "reported-weight", 1)
-    client = Event(
-        Noise("two-valued", 1 / epsilon, norm="l1", dimension=setting.dimension),
-        Sampling("none"),
-        "replace-one",
-        "client",
-        1,
-    )
-    example = Event(client.noise, client.sampling, "replace-one", "example", 1)
-    out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
-    for observer in AFTER_UPLOAD:
-        out.append(
-            Claim(
-                observer,
-                "reported-weight",
-                "sound",
-                "each single reported weight, never added up over weights or rounds",
-                weight,
-            )
-        )
-        many = f"all {setting.dimension} weights of a client move together, in every round it takes part in"
-        out.append(Claim(observer, "client", "sound", many, client))
-        out.append(Claim(observer, "example", "sound", many, example))
+    one = Noise("two-valued", 1 / epsilon, norm="l1")
+    many = replace(one, dimension=setting.dimension)
     arrived = now.arrived or round(setting.cohort)
-    if recipe.channel == "shuffle-parameters":
-        mixed = Event(weight.noise, Sampling("none", population=arrived), "replace-one", "reported-weight", 1)
-        out.append(
-            Claim(
-                "server",
-                "reported-weight",
-                "sound",
-                f"one weight hidden among the reports of {arrived} clients (exact binary shuffling; the shuffler must be honest)",
-                mixed,
-                accountant="shuffle",
-            )
-        )
-    count = {"none": setting.dimension, "shuffle-models": setting.dimension, "shuffle-parameters": 1}[
-        recipe.channel
-    ]
-    per_paper = Event(
-        Noise("two-valued", 1 / epsilon, norm="l1", dimension=count),
-        Sampling("none"),
-        "replace-one",
-        "client",
-        1,
-    )
-    reason = {
-        "none": "as the paper counts it without shuffling",
-        "shuffle-models": "the paper lets rounds not add up when models are shuffled; unlinkability does not stop composition",
-        "shuffle-parameters": "the paper lets neither weights nor rounds add up; unlinkability does not stop composition",
-    }[recipe.channel]
-    out.append(
-        Claim(
-            "server",
-            "client",
-            "nominal",
-            reason,
-            per_paper,
-            accountant="basic" if recipe.channel == "none" else "paper-ldp",
-        )
-    )
+    hidden = recipe.channel == "shuffle-parameters"
+    alone = "each single reported weight"
+    if hidden:
+        alone = f"one weight among the reports of {arrived} clients (exact binary shuffling; the shuffler must be honest)"
+    mixed = Sampling("none", population=arrived) if hidden else Sampling("none")
+    weight = Event(one, mixed, "replace-one", "reported-weight", 1)
+    moved = f"all {setting.dimension} weights of a client move together, in every round it takes part in"
+    units: tuple[Unit, ...] = ("client", "example")
+    out = [_none("client-process", unit, RAW_GRADIENTS) for unit in units]
+    for observer in AFTER_UPLOAD:
+        by = "shuffle" if hidden else "basic"
+        out.append(Claim(observer, "reported-weight", "sound", alone, weight, "single", by))
+        for unit in units:
+            event = Event(many, Sampling("none"), "replace-one", unit, 1)
+            out.append(Claim(observer, unit, "sound", moved, event, accountant="basic"))
+    linked = "; unlinkability does not stop composition"
+    papers: dict[str, tuple[str, Noise, Scope]] = {
+        "none": ("as the paper counts it without shuffling", many, "holder"),
+        "shuffle-models": (
+            "the paper lets rounds not add up when models are shuffled" + linked,
+            many,
+            "single",
+        ),
+        "shuffle-parameters": ("the paper lets neither weights nor rounds add up" + linked, one, "single"),
+    }
+    reason, noise, scope = papers[recipe.channel]
+    paper = Event(noise, Sampling("none"), "replace-one", "client", 1)
+    out.append(Claim("server", "client", "nominal", reason, paper, scope, "basic"))
     return out

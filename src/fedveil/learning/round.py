@@ -107,7 +107,9 @@ def moment_of(task: Task, state: State) -> Round:
         sigmas = tuple(task.fixed_variance / bound for bound in bounds)
     else:
         sigmas = values_of(recipe.sigma, index, rounds, steps)
-    return Round(index + 1, bounds, sigmas, recipe.epsilon, round(task.setting.cohort))
+    # Only a number of reports that is sure to arrive hides one among them.
+    sure = recipe.cohort != "poisson" and task.message_loss == 0
+    return Round(index + 1, bounds, sigmas, recipe.epsilon, round(task.setting.cohort) if sure else 1)
 
 
 def learning_rate_of(task: Task, index: int) -> float:
@@ -198,11 +200,15 @@ class Upload:
 def uploads_of(
     task: Task, now: Round, state: State, clients: Sequence[int], result: LocalResult
 ) -> Iterator[Upload]:
-    """Sanitise what the engine returned, one client after the other; diverged clients are left out."""
+    """Sanitise what the engine returned, one client after the other.
+
+    A diverged client has a zero update. Where noise follows here or at the sum, it uploads that like any other, so
+    nobody can tell; where the noise was in the steps it is left out (and the caller charges that).
+    """
     for k, client in enumerate(clients):
-        if not result.finite[k]:
-            continue
         recipe = recipe_of(task, client)
+        if not result.finite[k] and recipe.where in ("nowhere", "step"):
+            continue
         if recipe.mechanism == "two-valued":
             key = derive(task.root, "two-valued", now.number, client)
             bits = ldp.encode(
@@ -414,8 +420,9 @@ def _average_reports(
 
 def ranges_of(state: State) -> ldp.Ranges:
     """The public ranges of the coming round."""
+    source = "server-average" if state.round else "agreed"
     return ldp.Ranges(
-        tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist())
+        tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist()), source
     )
 
 

@@ -69,6 +69,8 @@ class Claim:
     why it is no guarantee. "sound": holds; `event` says why.
     scope "holder": composes only over the releases of clients that hold the unit's data.
     scope "everyone": composes over every release of the run (e.g. one coin per round decides for all).
+    scope "single": every release is a unit of its own (one reported weight), or a paper counts it so; nothing adds up
+    and the worst single release is the answer.
     accountant: fixed where the claim is about a particular formula (nominal rows); None lets the ledger choose.
     """
 
@@ -77,7 +79,7 @@ class Claim:
     verdict: Verdict
     reason: str = ""
     event: Event | None = None
-    scope: Literal["holder", "everyone"] = "holder"
+    scope: Literal["holder", "everyone", "single"] = "holder"
     accountant: str | None = None
 
 

@@ -9,6 +9,7 @@ How rows are composed:
   (its realised participations), and the row is the largest over all clients;
 - a claim with scope "everyone" is charged to every client, once per release;
 - several claims about one observer and unit in one release add up;
+- a claim with scope "single" never adds up: its row is the worst single release;
 - where several clients hold one example, their costs add (`Header.holders`, else the `copies` largest);
 - a release without a sound claim where it makes a nominal or `none` claim ends the sound promise of that
   row: the verdict is `none`, with the reason. Nominal rows stand beside it, one per accountant.
@@ -27,6 +28,7 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer
+from fedveil.privacy.accountants import answer as judge
 from fedveil.privacy.book import GROUP, Book, Pair, pieces_of
 from fedveil.privacy.events import OBSERVERS, UNITS, Claim, Release
 from fedveil.privacy.histories import Judge, most, of_clients, of_units, relations, worst
@@ -51,6 +53,7 @@ from fedveil.privacy.records import (
     pack_clients,
     unpack_clients,
 )
+from fedveil.privacy.shuffle import shuffled_noise
 
 __all__ = [
     "GROUP", "Budget", "BudgetExceeded", "Damaged", "Exceeded", "Header", "Ledger", "Locked", "Receipt",
@@ -389,6 +392,9 @@ class Ledger:
         committed: bool = True,
     ) -> tuple[Answer, str]:
         """The largest epsilon of the wanted claims, and the neighbouring relations it speaks about."""
+        chosen = [claim for claim in view.claims(pair) if wanted(claim)]
+        if any(claim.scope == "single" for claim in chosen):
+            return _worst_single(chosen, delta, name)
         own = of_clients(view.book, pair, wanted)
         if committed and self.header.stopping == "data":
             own = most(own, of_clients(view.committed, pair, wanted))
@@ -398,7 +404,7 @@ class Ledger:
         if relation is None:
             why = "releases with different neighbouring relations do not compose"
             return Answer("", None, delta, "none", why), "mixed"
-        fixed = sorted({c.accountant for c in view.claims(pair) if wanted(c) and c.accountant})
+        fixed = sorted({claim.accountant for claim in chosen if claim.accountant})
         if len(fixed) > 1:
             why = f"claims that ask for different accountants ({', '.join(fixed)}) do not compose"
             return Answer("", None, delta, "none", why), relation
@@ -439,6 +445,23 @@ class Ledger:
         reason = "; ".join(dict.fromkeys(text for text in words if text and not text.endswith(" neighbours")))
         return Row(*pair, answer.epsilon, answer.delta, answer.accountant, answer.verdict, reason, relation,
                    self.header.simulated)  # fmt: skip
+
+
+def _worst_single(claims: Sequence[Claim], delta: float, name: str) -> tuple[Answer, str]:
+    """Claims that never add up: the largest epsilon of any one of them."""
+    events = [(claim.event, claim.accountant or name) for claim in claims if claim.event is not None]
+    if any(claim.scope != "single" for claim in claims) or not events:
+        why = "claims that add up and claims that do not stand in one row"
+        return Answer("", None, delta, "none", why), ""
+    answers = []
+    for event, accountant in dict.fromkeys(events):
+        if accountant == "shuffle":
+            answers.append(shuffled_noise(event.noise, event.sampling.population or 1, delta))
+        else:
+            answers.append(judge([event], delta, accountant))
+    unbounded = [found for found in answers if found.epsilon is None]
+    largest = unbounded[0] if unbounded else max(answers, key=lambda found: found.epsilon or 0.0)
+    return largest, " or ".join(sorted({event.relation for event, _ in events}))
 
 
 def _is_sound(claim: Claim) -> bool:
