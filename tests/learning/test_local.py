@@ -18,7 +18,8 @@ from scipy import stats
 from torch import nn
 
 from fedveil.errors import UserError
-from fedveil.learning import functional, local, reference, stacked
+from fedveil.learning import functional, local, noise, reference, stacked
+from fedveil.learning.many_normals import Normals
 from fedveil.learning.plan import ClientWork
 
 PRIVATE = {"clip": "layer", "noise": "gaussian"}
@@ -295,3 +296,24 @@ def test_all_engines_add_the_same_noise(changes):
         np.testing.assert_allclose(
             noise_of(engine, steps=2, clients=2, **changes), expected, rtol=1e-5, atol=1e-5
         )
+
+
+def test_without_the_extension_the_noise_has_the_same_bits(monkeypatch):
+    case = everything()
+    work = works(case, poisson=True)
+    for options in ({}, {"noise_on": "example"}, {"noise_on": "mean"}):
+        what = plan(clip="layer", noise="gaussian", **options)
+        expected = train(local, case, work, what, engine="stacked")
+        with monkeypatch.context() as patch:
+            patch.setattr(noise, "_native", None)
+            assert same_bits(expected, train(local, case, work, what, engine="stacked", chunk=2))
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 9000, 40000])
+def test_many_normals_are_the_streams_of_the_definition(count):
+    keys = [bytes([k] * 16) for k in range(3)]
+    streams, out = Normals(keys, count), np.empty((3, count), np.float32)
+    for step in (0, 5, 2**31 + 1):
+        streams.draw(step, out)
+        for key, row in zip(keys, out, strict=True):
+            assert np.array_equal(row, noise.numpy_normals(key, step, count))

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from fedveil.errors import UserError
-from fedveil.learning.noise import noised_sum, step_noise
+from fedveil.learning import noise
+from fedveil.learning.many_normals import Normals
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult
 from fedveil.models.layout import Layout
 
@@ -160,11 +161,7 @@ def _stack(
     widths = np.stack([_widths(c) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
     figures = _Figures(clients, 1 if plan.clip == "flat" else network.layout.layers, device)
-    noise = (
-        torch.empty(clients, network.layout.size, device=device, dtype=dtype)
-        if plan.noise != "none"
-        else None
-    )
+    noises = _Noise(plan, work, network.layout.size) if plan.noise != "none" else None
     most_rows = int(widths.max(initial=0)) if plan.bound_rule == "median" else network.rows
 
     for step in range(plan.steps):
@@ -201,10 +198,10 @@ def _stack(
             else:
                 total[chosen] = part
         assert total is not None
-        if noise is not None:
+        if noises is not None:
             sensitivity = _sensitivity(plan, step, largest, bound_used, weights)
             figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
-            total = _noised(network, total, sensitivity, plan, work, step, counts[:, step], noise)
+            total = noises.add(network, total, sensitivity, step, counts[:, step])
         gradient = total.div_(plan.expected_batch)
         if shift is not None and scale is not None:
             gradient = gradient.mul_(scale).add_(shift)
@@ -220,32 +217,42 @@ def _stack(
     return _result(network.decode(weights - first), figures, counts.sum(1), plan)
 
 
-def _noised(
-    network: Network,
-    total: Tensor,
-    sensitivity: Tensor,
-    plan: LocalPlan,
-    work: Sequence[ClientWork],
-    step: int,
-    counts: np.ndarray,
-    room: Tensor,
-) -> Tensor:
-    """The sums with their noise: S * step_noise, or the discrete law if the plan has a grid."""
-    if plan.grid > 0:
-        flat = network.decode(total).cpu().numpy()
-        for k, one in enumerate(work):
-            s = sensitivity[k].cpu().numpy()
-            drawn = noised_sum(plan, one, step, int(counts[k]), flat[k], float(s[0]) if s.size == 1 else s)
-            room[k].copy_(torch.from_numpy(drawn))
-        return network.encode(room)
-    for k, one in enumerate(work):
-        room[k].copy_(torch.from_numpy(step_noise(plan, one, step, int(counts[k]), network.layout.size)))
-    noise = network.encode(room)
-    if sensitivity.shape[1] == 1:
-        return total.addcmul_(noise, sensitivity)
-    for column, layer in enumerate(network.layout.layer_slices()):
-        total[:, layer].addcmul_(noise[:, layer], sensitivity[:, column : column + 1])
-    return total
+class _Noise:
+    """The noise of a stack: `step_noise` of every client, or the discrete law if the plan has a grid."""
+
+    def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int) -> None:
+        self.plan, self.work, self.size = plan, work, size
+        self.room = np.empty((len(work), size), np.float32)
+        fast = plan.noise == "gaussian" and plan.grid <= 0 and noise._native is None
+        self.normals = Normals([one.noise_key for one in work], size) if fast else None
+
+    def add(
+        self, network: Network, total: Tensor, sensitivity: Tensor, step: int, counts: np.ndarray
+    ) -> Tensor:
+        """The sums [K, P] with their noise; S per client [K, 1] or per client and layer."""
+        if self.plan.grid > 0:
+            flat, scales = network.decode(total).cpu().numpy(), sensitivity.cpu().numpy()
+            for k, one in enumerate(self.work):
+                s = float(scales[k, 0]) if scales.shape[1] == 1 else scales[k]
+                self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
+            return network.encode(torch.from_numpy(self.room).to(total))
+        self._draw(step, counts)
+        drawn = network.encode(torch.from_numpy(self.room).to(total))
+        if sensitivity.shape[1] == 1:
+            return total.addcmul_(drawn, sensitivity)
+        for column, layer in enumerate(network.layout.layer_slices()):
+            total[:, layer].addcmul_(drawn[:, layer], sensitivity[:, column : column + 1])
+        return total
+
+    def _draw(self, step: int, counts: np.ndarray) -> None:
+        if self.normals is None:
+            for k, one in enumerate(self.work):
+                self.room[k] = noise.step_noise(self.plan, one, step, int(counts[k]), self.size)
+            return
+        self.normals.draw(step, self.room)
+        on = {"sum": np.ones(len(counts)), "mean": self.plan.expected_batch, "example": np.sqrt(counts)}
+        factors = np.broadcast_to(self.plan.multipliers[step] * on[self.plan.noise_on], len(counts))
+        self.room *= factors.astype(np.float32)[:, None]
 
 
 def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:
