@@ -142,8 +142,9 @@ def track(
 
     one_of("--to", to, KINDS)
     rows = [{"run": str(folder), "to": to, "target": export(folder, to, target)} for folder in runs]
-    emit(
-        rows,
-        as_json,
-        lambda: [typer.echo(f"{row['run']} → {row['to']} ({row['target']})") for row in rows] and None,
-    )
+
+    def show() -> None:
+        for row in rows:
+            typer.echo(f"{row['run']} → {row['to']} ({row['target']})")
+
+    emit(rows, as_json, show)

@@ -35,6 +35,7 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
     "f1": ("F1", "number", "balance of found and right; 1 is perfect"),
     "control_accuracy": ("Without the model", "percent", "what a guess without the model gets right: the fair comparison"),
     "mse": ("MSE", "number", "mean squared error; 0 is a perfect copy"),
+    "control_mse": ("MSE without the model", "number", "of the mean image: the fair comparison"),
     "mae": ("MAE", "number", "mean error; 0 is a perfect copy"),
     "epsilon_lower": ("ε shown", "number", "the true ε cannot be below this (with the stated confidence)"),
     "epsilon_promised": ("ε promised", "number", "the ledger's number"),
@@ -95,12 +96,30 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     lower = number(data.get("epsilon_lower"))
     if lower is not None:
-        sound = data.get("promised_verdict", data.get("claim_verdict", "sound")) == "sound"
+        sound = data.get("status", "sound") == "sound"
         out["chart"] = plots.evidence(
             lower, number(data.get("epsilon_promised")), number(data.get("ceiling")), sound
         )
-    out["verdict"] = str(data.get("verdict", ""))
+    out |= {key: str(data.get(key) or "") for key in ("verdict", "reason", "not_done")}
+    methods = data.get("methods")
+    if isinstance(methods, Mapping):
+        out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
     return out
+
+
+def _rates(rates: Mapping[str, Any]) -> list[str]:
+    """The four figures of a membership attack, with their intervals."""
+    cells = []
+    for key, form in (
+        ("auc", "number"),
+        ("balanced_accuracy", "percent"),
+        ("tpr_at_1pct", "percent"),
+        ("tpr_at_01pct", "percent"),
+    ):
+        value = number(rates.get(key))
+        text = percent(value) if form == "percent" else short(value)
+        cells.append(text + interval(rates, key, form))
+    return cells
 
 
 def interval(data: Mapping[str, Any], key: str, form: str) -> str:

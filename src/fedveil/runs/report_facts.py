@@ -109,8 +109,9 @@ def sound_epsilon(facts: Facts) -> float | None:
     return row["epsilon"] if row and row["verdict"] == "sound" else None
 
 
-def gather(folder: Path, private: bool = False, compute: bool = True) -> Facts:
-    """Read a run. compute=False writes nothing and loads no data (a confusion matrix only if it is stored)."""
+def gather(folder: Path, private: bool = False, compute: bool = True, quick: bool = False) -> Facts:
+    """Read a run. compute=False writes nothing and loads no data (a confusion matrix only if it is stored).
+    quick leaves out epsilon over rounds."""
     run = store.open_run(folder)
     recipe = run.config.built_recipe()
     unit = "client" if recipe.target == "update" else "example"
@@ -129,7 +130,7 @@ def gather(folder: Path, private: bool = False, compute: bool = True) -> Facts:
         metrics=metrics,
         private=tuple(line for line in run.private if isinstance(line, dict)) if private else (),
         result=result,
-        promise=promise_of(run, unit),
+        promise=promise_of(run, unit, course=not quick),
         attacks=tuple(attacks_of(folder, show=private or public_data)),
         confusion=confusion_of(run, compute) if result else None,
         public_data=public_data,

@@ -49,13 +49,14 @@ def short(value: float | None, digits: int = 3) -> str:
     return f"{float(text):.0f}" if "e" in text else text
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`."""
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers (whole ones if asked for) from `low` to `high`."""
     if not high > low:
         return [low]
     raw = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(unit * k for k in (1, 2, 2.5, 5, 10) if unit * k >= raw * 0.999)
+    step = next(unit * k for k in (1, 2, 5, 10) if unit * k >= raw * 0.999)
+    step = max(1.0, step) if whole else step
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -87,6 +88,7 @@ class _Axes:
     log_x: bool = False
     log_y: bool = False
     height: int = HEIGHT
+    whole: bool = False  # x has whole numbers only
     shown: tuple[float, float] | None = None  # where the x axis has numbers, if not everywhere
 
     def at_x(self, value: float) -> float:
@@ -115,7 +117,7 @@ class _Axes:
                 )
             )
         across = self.shown or self.x
-        for value in log_ticks(*across) if self.log_x else ticks(*across, 8):
+        for value in log_ticks(*across) if self.log_x else ticks(*across, 8, self.whole):
             parts.append(
                 Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(
                     self.at_x(value), bottom + 15, short(value)
@@ -172,7 +174,8 @@ def lines(
     positive = [v for v in values if v > 0]
     log = not percent and len(positive) == len(values) and max(values) > 60 * min(values)
     xs = [x for s in series for x in s.x]
-    axes = _Axes((min(xs), max(xs)), _range(values, log, None if log else floor, top), log_y=log)
+    whole = all(x == int(x) for x in xs) and not diagonal
+    axes = _Axes((min(xs), max(xs)), _range(values, log, None if log else floor, top), log_y=log, whole=whole)
     body = [axes.draw(x_label, y_label, percent)]
     if diagonal:
         body.append(
@@ -301,7 +304,7 @@ def pareto(points: Sequence[Point], *, value: str, observer: str, percent: bool 
         + (f"epsilon {short(p.epsilon)}" if p.epsilon else "no sound promise")
         for p in points
     )
-    return _figure(f"{value} against promise", words, axes.height, Markup("").join(body))
+    return _figure(f"{value.capitalize()} against promise", words, axes.height, Markup("").join(body))
 
 
 def _clip(text: str, most: int = 28) -> str:

@@ -95,7 +95,8 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
             "text": "what planted canaries showed: the true ε cannot be below this",
         }
     elif facts.attacks:
-        third = {"value": f"{len(facts.attacks)}", "text": "attack results are below"}
+        kinds = ", ".join(dict.fromkeys(str(card["kind"]) for card in facts.attacks))
+        third = {"value": "made", "text": f"{kinds}: the report shows what they got"}
     else:
         third = {"value": "not yet", "text": "nobody has attacked this run so far"}
     return [first, second, {"title": "Attacks", "kind": "", **third}]
@@ -217,6 +218,7 @@ def promise_table(facts: Facts) -> dict[str, Any]:
                         "meaning": words.meaning(row["epsilon"], row["delta"], row["verdict"]),
                         "pending": row["verdict"] == "sound" and row["simulated"],
                         "strength": words.strength(row["epsilon"], row["verdict"]),
+                        "plain": words.in_plain_words(row["reason"]),
                         "note": notes.setdefault(row["reason"], len(notes) + 1) if row["reason"] else 0,
                     }
                     for row in own
@@ -226,7 +228,7 @@ def promise_table(facts: Facts) -> dict[str, Any]:
     return {
         "units": [(u, words.UNITS[u]) for u in units],
         "lines": lines,
-        "notes": list(notes),
+        "notes": [(reason, words.in_plain_words(reason)) for reason in notes],
         "secret": words.SECRET,
     }
 
@@ -243,8 +245,8 @@ def sentence(facts: Facts) -> str:
     if row["verdict"] == "sound":
         held = f"; it {words.SECRET}" if facts.promise.simulated else ""
         return (
-            f"About {unit}, the {observer} {words.meaning(row['epsilon'], row['delta'], 'sound')}. "
-            f"This is a proven limit{held}, except with probability δ = {short(row['delta'])}."
+            f"The {observer} {words.meaning(row['epsilon'], row['delta'], 'sound', unit)}. "
+            f"This is a proven limit{held}. It may fail with probability δ = {short(row['delta'])}."
         )
     if row["verdict"] == "nominal":
         return (

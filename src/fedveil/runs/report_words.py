@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 OBSERVERS = {
     "server": "whoever runs the server and sees every upload",
@@ -53,6 +54,35 @@ GLOSSARY = (
      "the noise, so the promise holds only when deployed with noise from a secret source (secure_noise = true)."),
 )  # fmt: skip
 
+# Technical reasons of the ledger (as patterns), each with what it means to somebody who does not know the words.
+PLAIN = (
+    (r"group privacy over (\d+) gives a delta of 1 or more",
+     "a client holds {0} records; a promise made for one record is used up long before it covers them all"),
+    (r"group privacy over (\d+)", "the promise for one record, stretched over all {0} records of a client"),
+    (r"largest norm of the batch", "the strength of the noise itself gives away how large the largest contribution was"),
+    (r"batch's own median norm", "the strength of the noise itself gives away what is typical of the data"),
+    (r"per-example gradients are in the client's memory",
+     "while a client computes, its memory holds the bare contributions; whoever reads it there sees them"),
+    (r"a promise for single examples is none for a whole client",
+     "single records are hidden, but not what all records of a client have in common"),
+    (r"joint DP", "the number was made for single records and does not carry over to all of a client's data"),
+    (r"as the papers count it", "the paper adds up the cost for a way of training that differs from what really happened here"),
+    (r"no noise is added", "everything that is sent can be read as it is"),
+    (r"dropping coordinates is not noise", "leaving parts out hides nothing about the parts that are sent"),
+    (r"noise without a clip", "noise hides a contribution only if its size is limited first"),
+    (r"noise in every local step", "each contribution is shortened and drowned in noise before anybody else sees it"),
+    (r"each upload is clipped and noised by its client", "a client limits and noises its own upload before it sends it"),
+)  # fmt: skip
+
+
+def in_plain_words(reason: str) -> str:
+    """The meaning of a ledger's reason, or an empty text where it speaks for itself."""
+    for pattern, text in PLAIN:
+        found = re.search(pattern, reason)
+        if found:
+            return text.format(*found.groups())
+    return ""
+
 
 def guess_rate(epsilon: float, delta: float) -> float:
     """Largest share of right guesses in a fair game: was this unit used or not?
@@ -66,16 +96,16 @@ def guess_rate(epsilon: float, delta: float) -> float:
     return min(1.0, (grown + delta) / (1 + grown))
 
 
-def meaning(epsilon: float | None, delta: float, verdict: str) -> str:
-    """One line that says what an epsilon is worth."""
+def meaning(epsilon: float | None, delta: float, verdict: str, it: str = "it") -> str:
+    """One line that says what an epsilon is worth to somebody who asks about `it`."""
     if verdict == "none" or epsilon is None:
         return "may learn everything"
     rate = 100 * guess_rate(epsilon, delta)
     if verdict == "nominal":
         return "says nothing certain about what can be learned"
     if rate > 99.9:
-        return "guesses whether it was used: right up to 100% of the time, so this protects hardly at all"
-    return f"guesses whether it was used: right at most {rate:.0f}% of the time (50% is a coin toss)"
+        return f"may tell whether {it} was used nearly every time: this protects hardly at all"
+    return f"can tell whether {it} was used: right at most {rate:.0f}% of the time (a coin toss: 50%)"
 
 
 def strength(epsilon: float | None, verdict: str) -> str:

@@ -1,0 +1,205 @@
+"""Run directories as the dashboard may read them: only below one folder, only plain files of a bearable size.
+
+Nothing is written, locked or executed. A path that leaves the folder (by "..", an absolute path or a symbolic link)
+is treated as if it did not exist; a broken run is listed with the reason instead of its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import UserError
+from fedveil.runs.report_facts import main_row, number
+
+MOST_RUNS = 500
+MOST_ENTRIES = 20_000  # folder entries looked at while searching
+DEPTH = 3
+MOST_BYTES = 48_000_000  # of one file
+TAIL = 65_536  # enough for the last lines of metrics.jsonl
+FRESH = 120.0  # seconds without a write after which an unfinished run counts as stopped
+FILES = (
+    "run.json",
+    "metrics.jsonl",
+    "private.jsonl",
+    "result.json",
+    "ledger.jsonl",
+    "confusion.json",
+    "model.safetensors",
+)
+
+
+class Missing(Exception):
+    """There is no such run, or it may not be read; the message is for the user."""
+
+
+def plain_file(path: Path, root: Path) -> bool:
+    """Whether `path` is a regular file that lies below `root` also after following links."""
+    try:
+        real = path.resolve(strict=True)
+        return real.is_relative_to(root) and stat.S_ISREG(real.stat().st_mode)
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def resolve(root: Path, name: str) -> Path:
+    """The run directory called `name` below `root`; everything else is `Missing`. `root` is a resolved path."""
+    try:
+        folder = (root / name).resolve(strict=True)
+        fine = folder.is_relative_to(root) and plain_file(folder / "run.json", root)
+    except (OSError, RuntimeError, ValueError):
+        fine = False
+    if not fine:
+        raise Missing("there is no such run")
+    return folder
+
+
+def check(folder: Path, root: Path) -> None:
+    """Refuse a run with files that lead elsewhere or are too large to read."""
+    attacks = folder / "attacks"
+    more = list(attacks.glob("*.*"))[:100] if attacks.is_dir() else []
+    for path in [*(folder / name for name in FILES), *more]:
+        if not os.path.lexists(path):
+            continue
+        if not plain_file(path, root):
+            raise Missing(f"{path.name} is not a plain file inside the folder of runs")
+        if path.stat().st_size > MOST_BYTES:
+            raise Missing(
+                f"{path.name} is larger than {MOST_BYTES // 1_000_000} MB; use the command line for this run"
+            )
+
+
+def find(root: Path) -> Iterator[Path]:
+    """Run directories at and below `root`, at most DEPTH levels down, links not followed."""
+    left, found = MOST_ENTRIES, 0
+    level = [root]
+    for _ in range(DEPTH + 1):
+        following: list[Path] = []
+        for folder in level:
+            if plain_file(folder / "run.json", root):
+                yield folder
+                found += 1
+                if found >= MOST_RUNS:
+                    return
+                continue
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        left -= 1
+                        if left < 0:
+                            return
+                        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                            following.append(folder / entry.name)
+            except OSError:
+                continue
+        level = following
+
+
+def read_json(path: Path, root: Path) -> Any:
+    """A JSON file, or None if it is not there or may not be read."""
+    if not plain_file(path, root) or path.stat().st_size > MOST_BYTES:
+        return None
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def last_line(path: Path, root: Path) -> dict[str, Any]:
+    """The last whole line of a JSON-lines file; only its end is read."""
+    if not plain_file(path, root):
+        return {}
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            texts = file.read(TAIL).splitlines()
+    except OSError:
+        return {}
+    for text in reversed(texts):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def status_of(folder: Path, root: Path, seconds: float | None, now: float | None = None) -> str:
+    """finished, live or stopped. A live run wrote something within two minutes or five typical rounds."""
+    if plain_file(folder / "result.json", root):
+        return "finished"
+    times = []
+    for name in ("run.json", "ledger.jsonl", "metrics.jsonl"):
+        if plain_file(folder / name, root):
+            times.append((folder / name).stat().st_mtime)
+    patience = max(FRESH, 5 * (seconds or 0.0))
+    return "live" if times and (now or time.time()) - max(times) < patience else "stopped"
+
+
+def summary(folder: Path, root: Path) -> dict[str, Any]:
+    """One line of the list of runs: cheap, and never an exception."""
+    name = folder.relative_to(root).as_posix()
+    row: dict[str, Any] = {"id": name, "name": name if name != "." else root.name, "problem": ""}
+    facts = read_json(folder / "run.json", root)
+    config = facts.get("config") if isinstance(facts, dict) else None
+    if not isinstance(config, dict):
+        return row | {"problem": "run.json is damaged", "status": "broken"}
+    last = last_line(folder / "metrics.jsonl", root)
+    result = read_json(folder / "result.json", root)
+    result = result if isinstance(result, dict) else {}
+    ledger = result.get("ledger")
+    rows = [r for r in ledger if isinstance(r, dict)] if isinstance(ledger, list) else []
+    observer = str(config.get("observer", "server"))
+    main = main_row(rows, observer, _unit(config))
+    accuracy = number(result.get("test_accuracy", last.get("test_accuracy")))
+    row |= {
+        "title": str(config.get("name") or "")[:200],
+        "recipe": str(config.get("recipe", "?"))[:100],
+        "dataset": str(config.get("dataset", "?"))[:200],
+        "created": str(facts.get("created", ""))[:40],
+        "simulated": bool(facts.get("simulated", True)),
+        "status": status_of(folder, root, number(last.get("seconds"))),
+        "round": int(number(last.get("round")) or 0),
+        "rounds": int(number(config.get("rounds")) or 0),
+        "metric": "accuracy" if accuracy is not None or number(result.get("test_rmse")) is None else "rmse",
+        "result": accuracy
+        if accuracy is not None
+        else number(result.get("test_rmse", last.get("test_rmse"))),
+        "observer": observer,
+        "epsilon": number(last.get("epsilon")) if main is None else number(main.get("epsilon")),
+        "verdict": str(main["verdict"])
+        if main
+        else ("sound" if number(last.get("epsilon")) is not None else "none"),
+        "seconds": number(result.get("seconds")),
+    }
+    if not rows and not last:
+        row["verdict"] = ""
+    return row
+
+
+def _unit(config: dict[str, Any]) -> str:
+    from fedveil.learning.recipes import get
+
+    try:
+        return "client" if get(str(config.get("recipe"))).target == "update" else "example"
+    except UserError:
+        return "example"
+
+
+def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes whenever a file of the run changes."""
+    found = []
+    for path in [*(folder / name for name in FILES), *sorted((folder / "attacks").glob("*.json"))[:50]]:
+        try:
+            facts = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, facts.st_mtime_ns, facts.st_size))
+    return tuple(found)
