@@ -43,15 +43,15 @@ def one_by_one(net, target, label, start, line_search):
             for g, t in zip(found, target.split([p.numel() for p in parameters]), strict=True)
         )
         loss.backward()
-        if float(loss) < best[0]:
+        if float(loss.detach()) < best[0]:
             best[:] = [float(loss.detach()), image.detach().clone()]
         return loss
 
-    for step in range(1, 301):
-        loss = float(optimiser.step(closure))
+    for _ in range(300):
+        loss = float(optimiser.step(closure).detach())
         if best[0] <= 1e-7 * size or not np.isfinite(loss):
             break
-    return best[1], step
+    return best[1]
 
 
 def main() -> None:
@@ -75,17 +75,20 @@ def main() -> None:
 
     seconds: dict[str, float] = {}
     success: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
 
     def note(name: str, began: float, truth: torch.Tensor, guess: torch.Tensor) -> None:
         seconds[name] = seconds.get(name, 0.0) + time.process_time() - began
-        success.setdefault(name, []).extend(metrics.score(truth.numpy(), guess.numpy()).success().tolist())
+        scores = metrics.score(truth.numpy(), guess.numpy())
+        success.setdefault(name, []).extend(scores.success().tolist())
+        errors.setdefault(name, []).extend(scores.mse.tolist())
 
     share = np.array_split(np.arange(chosen.victims), chosen.rounds)
     for part in share:
         for name, search in (("torch one by one", None), ("torch one by one, strong Wolfe", "strong_wolfe")):
             for v in part:
                 began = time.process_time()
-                guess, _ = one_by_one(net, leak.values[v], labels[v], start[v : v + 1], search)
+                guess = one_by_one(net, leak.values[v], labels[v], start[v : v + 1], search)
                 note(name, began, x[v : v + 1], guess)
         for method in ("veil", "cpl"):
             began = time.process_time()
@@ -95,6 +98,7 @@ def main() -> None:
         name: {
             "cpu_seconds_per_victim": seconds[name] / len(hits),
             "success_rate": float(np.mean(hits)),
+            "median_mse": float(np.median(errors[name])),
             "attacks": len(hits),
         }
         for name, hits in success.items()

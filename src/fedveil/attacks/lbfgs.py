@@ -197,15 +197,22 @@ def _aim(state: dict[str, Tensor], rows: Tensor) -> None:
     first = 1.0 / g.abs().sum(1).clamp(min=1.0)
     direction = -g * first[:, None]
     if int(stored.max()):
-        # Oldest first: slot of the i-th oldest pair; unused slots come last and are masked out.
+        # Oldest first: slot of the i-th oldest pair; unused slots come last and are masked out. Until the ring
+        # wraps, that is simply the order of the slots, and only the filled ones are touched.
+        wrapped = int(stored.max()) > memory
+        filled = memory if wrapped else int(stored.max())
+        s, y = s[:, :filled], y[:, :filled]
+        sy, yy = state["sy"][pick][:, :filled, :filled], state["yy"][pick][:, :filled, :filled]
         used = stored.clamp(max=memory)
         oldest = torch.where(stored > memory, stored % memory, 0)
-        order = (torch.arange(memory)[None] + oldest[:, None]) % memory
-        live = torch.arange(memory)[None] < used[:, None]
-        index, row, column = torch.arange(len(g))[:, None, None], order[:, :, None], order[:, None, :]
-        pair = live[:, :, None] & live[:, None, :]
-        sy = torch.where(pair, state["sy"][pick][index, row, column], 0.0)
-        yy = torch.where(pair, state["yy"][pick][index, row, column], 0.0)
+        order = (torch.arange(filled)[None] + oldest[:, None]) % filled
+        live = torch.arange(filled)[None] < used[:, None]
+        if wrapped:
+            index, row, column = torch.arange(len(g))[:, None, None], order[:, :, None], order[:, None, :]
+            sy, yy = sy[index, row, column], yy[index, row, column]
+        if not bool(live.all()):
+            pair = live[:, :, None] & live[:, None, :]
+            sy, yy = torch.where(pair, sy, 0.0), torch.where(pair, yy, 0.0)
         diagonal = torch.where(live, sy.diagonal(dim1=1, dim2=2), 1.0)
         upper = torch.triu(sy, 1) + torch.diag_embed(diagonal)
         newest = (used - 1).clamp(min=0)[:, None]
