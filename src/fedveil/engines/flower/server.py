@@ -137,7 +137,10 @@ def serve(
             ticket = ledger.head[0]
             facts = {**config_text, "round": state.round, "ticket": ticket}
             found = exchange(grid, prepared, state, now, clients, crowd, facts, options)
-            enough = max(found.shuffled, len(found.uploads)) >= min(options.minimum, max(1, len(clients)))
+            arrived, least = len(found.uploads), min(options.minimum, max(1, len(clients)))
+            if task.recipe.channel == "shuffle-parameters":
+                arrived, least = found.shuffled, max(options.minimum, now.arrived or 0)
+            enough = arrived >= least
             before = state
             if enough or (len(clients) == 0 and task.recipe.where == "server"):
                 state, public = _merged(prepared, state, now, clients, found, options, ticket)
@@ -147,7 +150,7 @@ def serve(
                 state, public, skipped = replace(state, round=state.round + 1), {"skipped": True}, skipped + 1
             public |= {
                 "clients": len(clients),
-                "arrived": max(found.shuffled, len(found.uploads)),
+                "arrived": arrived,
                 **{k: v for k, v in found.tally.items() if v},
                 "bytes_up": found.bytes_up or public.get("bytes_up", 0),
                 "sigma": now.sigmas[0],
