@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -329,14 +329,14 @@ def parse_node_config(text: str) -> dict[str, Any]:
     """key=value pairs as flower-supernode reads them; values are TOML."""
     from fedveil.engines.flower.owner import tomllib
 
-    lexer = shlex.shlex(text, posix=False, punctuation_chars=False)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    lexer.quotes = '"'
+    pairs = re.findall(r'[\w-]+=(?:"(?:[^"\\]|\\.)*"|[^\s"]+)', text)
     try:
-        return tomllib.loads("\n".join(lexer))
+        if " ".join(pairs) != text.strip():
+            raise ValueError("not only key=value pairs")
+        return tomllib.loads("\n".join(pairs))
     except (ValueError, tomllib.TOMLDecodeError) as wrong:
         raise UserError(
-            f"--node-config {text!r}: {wrong}; write key=value pairs, texts in double quotes"
+            f"--node-config {text!r}: {wrong}; write key=value pairs with one space between, texts in double quotes"
         ) from None
 
 
