@@ -43,6 +43,8 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
     "failed_numerically": ("Failed", "count", "attacks that broke down numerically; these say nothing about the defence"),
 }  # fmt: skip
 
+REPEATED = {("gradient", "mse"), ("gradient", "psnr")}  # said by RMSE already
+
 
 def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows about one attack."""
@@ -59,15 +61,19 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
     out |= {
         "hidden": card.get("hidden", False),
         "damaged": card.get("damaged", False),
-        "verdict": "",
         "setting": "",
+        "verdict": "",
+        "reason": "",
+        "not_done": "",
+        "methods": [],
     }
     data = card.get("data")
     if data is None:
         return out
+    compared = isinstance(data.get("methods"), Mapping)  # these have a table of their own
     for key, (name, form, explanation) in FIGURES.items():
         value = number(data.get(key))
-        if value is not None:
+        if value is not None and not compared and (kind, key) not in REPEATED:
             text = (
                 percent(value)
                 if form == "percent"

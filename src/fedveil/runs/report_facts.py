@@ -288,16 +288,24 @@ def _image(path: Path) -> str | None:
         return None
     if len(blob) > MOST_IMAGE:
         try:
-            from PIL import Image
-
-            with Image.open(io.BytesIO(blob)) as picture:
-                picture.thumbnail((1400, 1400))
-                out = io.BytesIO()
-                picture.convert("RGB").quantize(64).save(out, "PNG", optimize=True)
+            blob = _reduced(blob)
         except Exception:  # a picture that no decoder likes is left out
             return None
-        blob = out.getvalue()
     return None if len(blob) > MOST_IMAGE else "data:image/png;base64," + base64.b64encode(blob).decode()
+
+
+def _reduced(blob: bytes) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(blob)) as picture:
+        for side in (1400, 900, 500):
+            picture.thumbnail((side, side))
+            out = io.BytesIO()
+            picture.convert("RGB").quantize(64).save(out, "PNG")
+            if out.tell() <= MOST_IMAGE:
+                break
+    return out.getvalue()
 
 
 def roc_of(data: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
@@ -339,6 +347,11 @@ def confusion_of(run: Run, compute: bool) -> list[list[int]] | None:
         matrix = _confusion(run, model)
     except Exception:  # data or model are not at hand: the report is made without it
         return None
+    right = (
+        None if not matrix else sum(row[i] for i, row in enumerate(matrix)) / max(1, sum(map(sum, matrix)))
+    )
+    if right is None or abs(right - (number((run.result or {}).get("test_accuracy")) or 0.0)) > 1e-6:
+        return None  # the data at hand are not those the run was tested on
     if matrix is not None:
         store.write_atomic(kept, json.dumps({"model": mark, "matrix": matrix}).encode())
     return matrix

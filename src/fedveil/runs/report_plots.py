@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
+HUGE = 1e100
 MOST_POINTS = 300  # a curve never has more: longer ones are thinned
 
 
@@ -69,14 +70,14 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def thin(series: Series) -> Series:
-    """At most MOST_POINTS points, first and last kept."""
+    """At most MOST_POINTS points, first and last kept; numbers that no axis can hold become gaps."""
+    fine = [v if v is not None and abs(v) < HUGE else None for v in series.y]
+    series = replace(series, y=fine)
     n = len(series.x)
     if n <= MOST_POINTS:
         return series
     chosen = sorted({round(i * (n - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)})
-    return Series(
-        series.name, [series.x[i] for i in chosen], [series.y[i] for i in chosen], series.tone, series.dashed
-    )
+    return replace(series, x=[series.x[i] for i in chosen], y=[series.y[i] for i in chosen])
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Axes:
     def at_y(self, value: float) -> float:
         return TOP + (self.height - TOP - BOTTOM) * (1 - _share(value, *self.y, self.log_y))
 
-    def draw(self, x_label: str, y_label: str, percent: bool = False) -> Markup:
+    def draw(self, x_label: str, y_label: str, percent: bool = False, numbers: bool = True) -> Markup:
         parts = []
         bottom = self.height - BOTTOM
         for value in (log_ticks if self.log_y else ticks)(*self.y):
@@ -117,7 +118,9 @@ class _Axes:
                 )
             )
         across = self.shown or self.x
-        for value in log_ticks(*across) if self.log_x else ticks(*across, 8, self.whole):
+        for value in (
+            () if not numbers else log_ticks(*across) if self.log_x else ticks(*across, 8, self.whole)
+        ):
             parts.append(
                 Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(
                     self.at_x(value), bottom + 15, short(value)
@@ -165,14 +168,13 @@ def lines(
     hline: tuple[float, str] | None = None,
 ) -> Markup:
     """Curves over a common axis, or nothing if there is no finite value. Large ranges become logarithmic."""
-    series = [thin(s) for s in series if any(v is not None and math.isfinite(v) for v in s.y)]
-    values = [v for s in series for v in s.y if v is not None and math.isfinite(v)]
+    series = [s for s in map(thin, series) if any(v is not None for v in s.y)]
+    values = [v for s in series for v in s.y if v is not None]
     if not values:
         return Markup("")
     if hline:
         values.append(hline[0])
-    positive = [v for v in values if v > 0]
-    log = not percent and len(positive) == len(values) and max(values) > 60 * min(values)
+    log = not percent and min(values) > 1 / HUGE and max(values) > 60 * min(values)
     xs = [x for s in series for x in s.x]
     whole = all(x == int(x) for x in xs) and not diagonal
     axes = _Axes((min(xs), max(xs)), _range(values, log, None if log else floor, top), log_y=log, whole=whole)
@@ -212,7 +214,7 @@ def _word(value: float | None, percent: bool) -> str | None:
 
 
 def _ends(series: Series, percent: bool) -> str:
-    known = [_word(v, percent) for v in series.y if v is not None and math.isfinite(v)]
+    known = [_word(v, percent) for v in series.y if v is not None]
     return f"{known[0]} to {known[-1]}"
 
 
@@ -220,7 +222,7 @@ def _path(series: Series, axes: _Axes) -> Markup:
     """Line segments between gaps; a single point becomes a dot."""
     pieces: list[list[str]] = [[]]
     for x, y in zip(series.x, series.y, strict=False):
-        if y is None or not math.isfinite(y):
+        if y is None:
             pieces.append([])
         else:
             pieces[-1].append(f"{axes.at_x(x):.1f},{axes.at_y(y):.1f}")
@@ -377,7 +379,7 @@ def bars(values: Sequence[tuple[str, float]], *, title: str, label: str) -> Mark
     axes = _Axes((0, len(values)), _range([v for _, v in values], False, 0.0, None))
     wide = (WIDTH - LEFT - RIGHT) / len(values)
     zero = axes.at_y(max(0.0, axes.y[0]))
-    body = [axes.draw("clients, sorted", label)]
+    body = [axes.draw("clients, sorted", label, numbers=False)]
     for i, (name, value) in enumerate(values):
         y = axes.at_y(value)
         body.append(

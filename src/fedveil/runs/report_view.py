@@ -110,9 +110,9 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
         ("Data", config.dataset, f"{known.get('examples', '?')} training records, dealt out '{config.partition}'"),
         ("Clients", str(config.clients), f"each keeps its own records; {drawn} take part in a round"),
         ("Model", config.model if config.model != "auto" else "chosen for the data",
-         f"{known.get('parameters', '?')} numbers in {len(known.get('layers', []))} layers are learned"),
+         f"{known.get('parameters', '?')} numbers in {_many(len(known.get('layers', [])), 'layer')} are learned"),
         ("Training", f"{facts.rounds} of {config.rounds} rounds",
-         f"in each, a client makes {config.local_steps} local steps on about {config.batch_size:g} records, "
+         f"in each, a client makes {_many(config.local_steps, 'local step')} on about {config.batch_size:g} records, "
          f"learning rate {config.learning_rate:g}"),
         ("Recipe", recipe.name, recipe.summary or "how contributions are bounded and noised"),
     ]  # fmt: skip
@@ -135,6 +135,10 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
         )
     )
     return rows
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def _sigma(facts: Facts) -> str:
