@@ -12,7 +12,8 @@ multiply-add: NumPy here and C++ in src/native give identical bits on every mach
     uniform      h = word >> 1 (31 bits); u = (h + 1/2) / 2**31: never 0, never 1, and 1 - u is exact near 1
     exponential  -ln u by a polynomial; between 2**-32 and 22.19
     normals      purpose 1; 32 values from 8 blocks: words 0..15 give radii sqrt(-2 ln u), words 16..31 give
-                 angles 2 pi (word | 1) / 2**32; values 0..15 are radius * cosine, 16..31 radius * sine
+                 angles (2 top bits: quadrant, 30 bits: angle within it); values 0..15 are radius * cosine,
+                 16..31 radius * sine
     laplaces     purpose 2; one word each: exponential, sign = lowest bit
     staircases   purpose 3; 16 values from 8 blocks: words 0..15 give sign and period floor(exponential /
                  lambda), words 16..31 the place within the period by inversion
@@ -30,11 +31,12 @@ multiplied by sqrt(batch size); the others are the sum of one independent draw p
 in the batch. An empty batch then gets zeros.
 
 Formal guarantee, and where it ends. The accountants assume real-valued noise. These are float32 values: a
-normal has at most 2**62 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11 per coordinate), |laplace|
+normal has at most 2**63 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11 per coordinate), |laplace|
 <= 22.19 (mass 2.3e-10), and the low bits of a float sum can carry information about the addends. The
-radius is never 0. The `grid` option closes that gap: the sum is rounded to a grid and integer noise of the
-discrete Gaussian law is added (`discrete_normals`, `snap`, `snapped_bound`); then every output is possible
-for every neighbour and the law holds up to a relative error of 2**-48 per coordinate.
+radius is never 0 (at least 2.1e-5); cosine and sine are right to 1e-7. The `grid` option closes that gap:
+the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`discrete_normals`,
+`snap`, `snapped_bound`); then every output is possible for every neighbour and the law holds up to a relative
+error of 2**-48 per coordinate.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _LN2 = _F(0.69314718)
 _LOG = tuple(map(_F, (0.3333391, -0.25001338, 0.19963063, -0.16577585, 0.14914769, -0.14267486, 0.08700435)))
 _SIN = tuple(map(_F, (-0.00019517299, 0.008332178, -0.16666655)))  # sin x = x + x^3 P(x^2), |x| <= pi/4
 _COS = tuple(map(_F, (2.4438452e-05, -0.0013887368, 0.041666646)))  # cos x = 1 - x^2/2 + x^4 P(x^2)
-_ANGLE = _F(math.pi / 2**31)  # radians per unit of a signed 32-bit angle
+_ANGLE = _F(math.pi / 2**33)  # radians per unit: a signed 32-bit word covers a quadrant
 _NEAR_ONE = np.int32(1518500250)  # h from which u >= sqrt(1/2) and 1 - u is used instead
 _ROOT_HALF = np.int32(0x3F3504F3)  # bits of float32 sqrt(1/2)
 
@@ -99,18 +101,17 @@ def exponential_of_word(word: np.ndarray) -> np.ndarray:
     return k * _LN2 - (f + ((p * f) * z - _F(0.5) * z))
 
 
-def _sin_cos_of_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    angle = word | np.uint32(1)
-    quadrant = (angle + np.uint32(1 << 29)) >> np.uint32(30)
-    x = (angle - (quadrant << np.uint32(30))).view(np.int32).astype(_F) * _ANGLE
+def _direction_of_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sqrt(2) times cosine and sine of an angle: pi/4 + x in a quadrant that the two top bits choose."""
+    x = (word << np.uint32(2) | np.uint32(2)).view(np.int32).astype(_F) * _ANGLE
     z = x * x
     s = x + (((_SIN[0] * z + _SIN[1]) * z + _SIN[2]) * z) * x
-    c = (_F(1) - _F(0.5) * z) + (((_COS[0] * z + _COS[1]) * z + _COS[2]) * z) * z
-    odd = (quadrant & np.uint32(1)).astype(bool)
-    sine, cosine = np.where(odd, c, s), np.where(odd, s, c)
-    sine = np.where((quadrant & np.uint32(2)).astype(bool), -sine, sine)
-    cosine = np.where(((quadrant + np.uint32(1)) & np.uint32(2)).astype(bool), -cosine, cosine)
-    return sine, cosine
+    c = _F(1) + ((_COS[0] * z + _COS[1]) * z + _COS[2]) * (z * z) - _F(0.5) * z
+    return _negate(c - s, word >> np.uint32(31)), _negate(c + s, word >> np.uint32(30))
+
+
+def _negate(values: np.ndarray, bit: np.ndarray) -> np.ndarray:
+    return np.where((bit & np.uint32(1)).astype(bool), -values, values)
 
 
 def _tiles(values_per_tile: int, blocks_per_tile: int, key, step, purpose, count, first, example, make):
@@ -134,10 +135,9 @@ def numpy_normals(key: bytes, step: int, count: int, first: int = 0, example: in
     """`normals` without the compiled module: the definition."""
 
     def make(w: np.ndarray) -> np.ndarray:
-        exponential = exponential_of_word(w[:, :16])
-        radius = np.sqrt(exponential + exponential)
-        sine, cosine = _sin_cos_of_word(w[:, 16:])
-        return np.concatenate([radius * cosine, radius * sine], axis=1)
+        radius = np.sqrt(exponential_of_word(w[:, :16]))  # the missing sqrt(2) is in the direction
+        cosine, sine = _direction_of_word(w[:, 16:])
+        return np.concatenate([cosine * radius, sine * radius], axis=1)
 
     return _tiles(32, 8, key, step, NORMAL, count, first, example, make)
 
@@ -148,8 +148,7 @@ def numpy_laplaces(
     """`laplaces` without the compiled module: the definition."""
 
     def make(w: np.ndarray) -> np.ndarray:
-        value = exponential_of_word(w)
-        return np.where((w & np.uint32(1)).astype(bool), -value, value)
+        return _negate(exponential_of_word(w), w)
 
     return _tiles(32, 8, key, step, purpose, count, first, example, make)
 
@@ -177,8 +176,7 @@ def numpy_staircases(
         below = (h.view(np.int32).astype(_F) + _F(0.5)) * _F(2.0**-31)
         above = ((np.uint32(2**31 - 1) - h).view(np.int32).astype(_F) + _F(0.5)) * _F(2.0**-31)
         inside = np.where(place < threshold, below * slope_in, _F(1) - above * slope_out)
-        value = period + inside
-        return np.where((radial & np.uint32(1)).astype(bool), -value, value)
+        return _negate(period + inside, radial)
 
     return _tiles(16, 8, key, step, STAIRCASE, count, first, example, make)
 
