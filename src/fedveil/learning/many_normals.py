@@ -15,8 +15,8 @@ from fedveil.learning import noise
 
 _F, _I = np.float32, np.int32
 _TILES = 1024  # tiles of 32 values per pass: arrays of 64 KiB
-_MASK, _ONE, _TWO = _I(0x7FFFFFFF), _I(1), _I(2)
-_HALF, _ROUND, _SCALE = _F(0.5), _I(1 << 29), _F(-(2.0**-31))
+_MASK, _TWO, _SIGN = _I(0x7FFFFFFF), _I(2), _I(-(2**31))
+_HALF, _SCALE = _F(0.5), _F(-(2.0**-31))
 _BEFORE_NEAR = _I(int(noise._NEAR_ONE) - 1)
 _LOG, _SIN, _COS = noise._LOG, noise._SIN, noise._COS
 
@@ -64,42 +64,30 @@ def _normals(radial: np.ndarray, angular: np.ndarray, out: np.ndarray, room: np.
     n = len(radial)
     radius, a, b, c, d, _ = (r[:n] for r in room)
     _exponential(radial, radius, room[1:, :n])
-    np.add(radius, radius, out=radius)
-    np.sqrt(radius, out=radius)
-    angle = np.bitwise_or(angular, _ONE, out=angular)
-    quadrant = np.add(angle, _ROUND, out=radial)
-    np.right_shift(quadrant, 30, out=quadrant)  # modulo 4
+    np.sqrt(radius, out=radius)  # the missing sqrt(2) is in the direction
     x, z = a, b
-    np.left_shift(quadrant, 30, out=c.view(_I))
-    np.subtract(angle, c.view(_I), out=angle)
-    np.multiply(angle, noise._ANGLE, out=x, dtype=_F, casting="unsafe")
+    turn = np.left_shift(angular, 2, out=radial)
+    np.bitwise_or(turn, _TWO, out=turn)
+    np.multiply(turn, noise._ANGLE, out=x, dtype=_F, casting="unsafe")
     np.multiply(x, x, out=z)
     sine = _quadratic(_SIN, z, c)
     np.multiply(sine, z, out=sine)
     np.multiply(sine, x, out=sine)
     np.add(sine, x, out=sine)
     cosine = _quadratic(_COS, z, d)
-    np.multiply(cosine, z, out=cosine)
-    np.multiply(cosine, z, out=cosine)
-    np.multiply(z, _F(-0.5), out=z)
-    np.add(z, _F(1), out=z)
-    np.add(cosine, z, out=cosine)
-    # Odd quadrants exchange sine and cosine.
-    swap = np.bitwise_and(quadrant, _ONE, out=angle)
-    np.negative(swap, out=swap)
-    both = np.bitwise_xor(sine.view(_I), cosine.view(_I), out=a.view(_I))
-    np.bitwise_and(both, swap, out=both)
-    np.bitwise_xor(sine.view(_I), both, out=sine.view(_I))
-    np.bitwise_xor(cosine.view(_I), both, out=cosine.view(_I))
-    # The sign bits.
-    for value, turn in ((sine, 0), (cosine, 1)):
-        flip = np.add(quadrant, _I(turn), out=b.view(_I))
-        np.bitwise_and(flip, _TWO, out=flip)
-        np.left_shift(flip, 30, out=flip)
-        np.bitwise_xor(value.view(_I), flip, out=value.view(_I))
-    shape = (-1, 16)
-    np.multiply(radius.reshape(shape), cosine.reshape(shape), out=out[:, 0])
-    np.multiply(radius.reshape(shape), sine.reshape(shape), out=out[:, 1])
+    np.multiply(z, z, out=x)
+    np.multiply(cosine, x, out=cosine)
+    np.add(cosine, _F(1), out=cosine)
+    np.multiply(z, _HALF, out=z)
+    np.subtract(cosine, z, out=cosine)
+    # pi/4 + x, in the quadrant that the two top bits choose.
+    for place, combine in ((0, np.subtract), (1, np.add)):
+        combine(cosine, sine, out=x)
+        np.multiply(x, radius, out=x)
+        flip = np.left_shift(angular, place, out=radial)
+        np.bitwise_and(flip, _SIGN, out=flip)
+        np.bitwise_xor(x.view(_I), flip, out=x.view(_I))
+        out[:, place] = x.reshape(-1, 16)
 
 
 def _linear(constant: np.float32, slope: np.float32, x: np.ndarray, out: np.ndarray) -> np.ndarray:
