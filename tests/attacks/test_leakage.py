@@ -1,0 +1,140 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fedveil.attacks import leakage
+from fedveil.attacks.leakage import measure, victims_of
+from fedveil.engines.simulate import prepare
+from fedveil.errors import UserError
+from fedveil.learning.round import start
+from fedveil.runs.config import make_config
+
+torch.set_num_threads(1)
+
+
+def prepared(recipe="non-private", protect=None, **changes):
+    values = {
+        "recipe": recipe, "dataset": "digits", "model": "cpl-lenet", "clients": 8, "partition": "iid", "local_steps": 1,
+        "batch_size": 2, "protect": protect or {}, "learning_rate": 0.1,
+    }  # fmt: skip
+    made = prepare(make_config({**values, **changes}))
+    return made, start(made.task, made.initial)
+
+
+def naive(made, x, y):
+    module = made.task.module
+    module.zero_grad()
+    cross_entropy(module(torch.as_tensor(x)), torch.as_tensor(y)).backward()
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+
+def test_type2_victims_belong_to_their_gradients():
+    made, state = prepared()
+    found = victims_of(made, state, "type2", 5, seed=1)
+    assert found.images.shape == (5, 1, 1, 8, 8)
+    for v in range(5):
+        torch.testing.assert_close(
+            found.leak.values[v], naive(made, found.images[v], found.labels[v]), rtol=1e-3, atol=1e-5
+        )
+
+
+def test_an_update_of_one_step_is_the_batch_gradient():
+    made, state = prepared()
+    found = victims_of(made, state, "type0", 3, seed=1)
+    gradient = found.leak.as_gradient().values
+    for v in range(3):
+        torch.testing.assert_close(
+            gradient[v], naive(made, found.images[v], found.labels[v]), rtol=1e-2, atol=1e-4
+        )
+
+
+def test_what_the_recipe_did_is_public_knowledge_of_the_leak():
+    made, state = prepared("fed-cdp-example", {"sigma": 2.0})
+    leak = victims_of(made, state, "type2", 4, seed=1).leak
+    assert (leak.clip, leak.bound, leak.clip_on, leak.layer_noise[0]) == ("layer", 4.0, "example", 8.0)
+    made, state = prepared("fed-sdp")
+    leak = victims_of(made, state, "type0-sanitised", 2, seed=1).leak
+    assert (leak.kind, leak.clip, leak.clip_on, leak.layer_noise[0]) == ("update", "layer", "whole", 24.0)
+    made, state = prepared("gradient-pruning", {"prune": 0.5})
+    leak = victims_of(made, state, "type0", 2, seed=1).leak
+    assert leak.pruned and float((leak.values == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_noise_scale_said_is_the_noise_scale_seen():
+    """Standard deviation over 10,000 coordinates: within 5% (7 sigma)."""
+    made, state = prepared("fed-cdp-example", {"sigma": 100.0})
+    found = victims_of(made, state, "type2", 2, seed=1)
+    assert float(found.leak.values.std()) == pytest.approx(found.leak.layer_noise[0], rel=0.05)
+
+
+def test_adaclip_is_attacked_in_its_own_space():
+    made, state = prepared("adaclip")
+    outcome = measure(made, state, victims=3, seed=1)
+    assert outcome.figures["success_rate"] == 1.0
+
+
+def test_mild_pruning_does_not_stop_the_attack():
+    made, state = prepared("gradient-pruning", {"prune": 0.3}, batch_size=1)
+    assert measure(made, state, tap="type0", victims=3, seed=1).figures["success_rate"] == 1.0
+
+
+def test_an_update_of_several_steps_says_how_it_was_treated():
+    made, state = prepared(local_steps=2, batch_size=1, learning_rate=0.01)
+    plain = measure(made, state, tap="type0", victims=1, seed=1, iterations=60).figures
+    assert (plain["update_as"], plain["local_steps"], plain["batch"]) == ("gradient", 2, 2)
+    unrolled = measure(
+        made, state, tap="type0", victims=2, seed=1, iterations=200, update_as="unroll"
+    ).figures
+    assert unrolled["update_as"] == "unroll" and unrolled["mse"] < plain["mse"]
+
+
+def test_the_oracle_is_labelled_and_never_worse():
+    made, state = prepared("fed-cdp-example", {"sigma": 0.05})
+    honest = measure(made, state, victims=2, seed=1, iterations=24).figures
+    oracle = measure(made, state, victims=2, seed=1, iterations=24, oracle=True).figures
+    assert "oracle" in oracle["chosen_by"] and honest["chosen_by"] == "matching loss"
+    assert oracle["mse"] <= honest["mse"] + 1e-9
+
+
+def test_an_attack_that_failed_everywhere_says_nothing_about_the_defence(monkeypatch):
+    made, state = prepared()
+    real = leakage.victims_of
+
+    def poisoned(*arguments):
+        found = real(*arguments)
+        found.leak.values.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(leakage, "victims_of", poisoned)
+    figures = measure(made, state, victims=2, seed=1, iterations=5).figures
+    assert figures["failed_numerically"] == 2 and figures["success_rate"] is None and figures["rmse"] is None
+
+
+def test_a_finished_job_is_not_run_again(tmp_path):
+    ran = []
+
+    def run(job):
+        ran.append(job)
+        return {"value": job}
+
+    path = tmp_path / "table.jsonl"
+    leakage.table(path, [("a", 1)], run)
+    rows = leakage.table(path, [("a", 1), ("b", 2)], run)
+    assert ran == [1, 2] and [r["value"] for r in rows] == [1, 2]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
+
+
+def test_more_updates_than_clients_is_a_clear_error():
+    made, state = prepared()
+    with pytest.raises(UserError, match="one client each"):
+        victims_of(made, state, "type0", 9, seed=0)
+
+
+def test_the_last_model_is_attacked_with_the_last_round(tmp_path):
+    made, state = prepared(rounds=2)
+    late = type(state)(state.weights, 2, state.server)
+    figures = measure(made, late, victims=2, seed=0, iterations=10).figures
+    assert figures["round"] == 2 and np.isfinite(figures["rmse"])
