@@ -14,9 +14,7 @@ import typer
 from fedveil.errors import UserError, did_you_mean
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-DeltaOption = Annotated[
-    float, typer.Option("--delta", help="Probability that the promise fails: 0 to below 1.")
-]
+DeltaOption = Annotated[float, typer.Option("--delta", help="The delta of the promise: 0 to below 1.")]
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", help="Also draw epsilon against steps into this .png or .svg file.")
 ]
@@ -136,17 +134,23 @@ def save_curves(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
-    shown, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    shown, axes = pyplot.subplots(figsize=(7.6, 4.0), layout="constrained")
+    alike: dict[tuple, list[str]] = {}
     for name, (x, y) in curves.items():
-        values = [math.nan if value is None else value for value in y]
-        axes.plot(x, values, label=name, marker="o", markersize=3, linewidth=1.4)
+        alike.setdefault((tuple(x), tuple(math.nan if value is None else value for value in y)), []).append(
+            name
+        )
+    for (x, y), names in alike.items():  # one line, one label where several curves are the same
+        axes.plot(x, y, label="\n".join(names), marker="o", markersize=3, linewidth=1.4)
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     if any(value for _, ys in curves.values() for value in ys if value is not None and value > 0):
         positive = [value for _, ys in curves.values() for value in ys if value]
         if max(positive) > 100 * min(positive):
             axes.set_yscale("log")
-    axes.legend(frameon=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     shown.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     pyplot.close(shown)

@@ -146,7 +146,7 @@ def epsilon(
     rows = [asdict(answer) for answer in answers]
     if target:
         curves = {name: _course(template, [m / cost for m in given], delta, name) for name in names}
-        save_curves(target, curves, f"epsilon at delta {delta:g}", "steps", "epsilon")
+        save_curves(target, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
 
     def show() -> None:
         notes = Notes()
@@ -259,7 +259,7 @@ def calibrate(
             curves[result.mechanism] = _course(
                 event, [result.noise_multiplier] * steps, delta, result.accountant
             )
-        save_curves(file, curves, f"epsilon at delta {delta:g}", "steps", "epsilon")
+        save_curves(file, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
 
     def show() -> None:
         notes = Notes()
@@ -296,6 +296,8 @@ def ledger(
     ] = None,
 ) -> None:
     """What can each observer learn from a run? Epsilon per observer and unit, read from the run's ledger.
+
+    RUN_OR_FILE is a run's folder or its ledger.jsonl.
 
     sound: a guarantee. nominal: as a paper counts it, not a guarantee. none: no finite promise.
 

@@ -29,7 +29,7 @@ import numpy as np
 from fedveil.errors import UserError
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer
 from fedveil.privacy.accountants import answer as judge
-from fedveil.privacy.book import GROUP, Book, Pair, pieces_of
+from fedveil.privacy.book import GROUP, Book, Pair, ends_of, pieces_of
 from fedveil.privacy.events import OBSERVERS, UNITS, Claim, Release
 from fedveil.privacy.histories import Judge, most, of_clients, of_units, relations, worst
 from fedveil.privacy.log import Damaged, Locked, Log, Record, read
@@ -303,18 +303,27 @@ class Ledger:
 
     def _touched(self, release: Release) -> list[int]:
         """Numbers of the budgets that a release can move (a co-holder of an example moves them too)."""
-        everyone: set[Pair] = set()
+        everyone: dict[str, set[Pair]] = {
+            "sound": set(),
+            "nominal": set(),
+        }  # moved for all, by budget verdict
         own: dict[int, set[Pair]] = {}
         for clients, claims in release.groups:
             pairs: set[Pair] = {(claim.observer, claim.unit) for claim in claims}
-            everyone |= {(claim.observer, claim.unit) for claim in claims if claim.scope == "everyone"}
             own.update((client, pairs) for client in clients)
-        somebody = everyone.union(*own.values())
+            for claim in claims:
+                if claim.scope == "everyone" and claim.verdict != "none":
+                    everyone[claim.verdict].add((claim.observer, claim.unit))
+            everyone["sound"] |= {pair for pair, end in ends_of(claims).items() if end.everyone}
+        anybody = set().union(*everyone.values(), *own.values())
         touched = []
         for i, budget in enumerate(self.header.budgets):
-            shared = budget.client is None or (budget.unit == "example" and self.header.copies > 1)
-            pairs = somebody if shared else everyone | own.get(budget.client or 0, set())
-            if (budget.observer, budget.unit) in pairs:
+            pair, client = (budget.observer, budget.unit), budget.client
+            if client is None or (budget.unit == "example" and self.header.copies > 1):
+                moved = pair in anybody
+            else:
+                moved = pair in everyone[budget.verdict] or pair in own.get(client, ())
+            if moved:
                 touched.append(i)
         return touched
 
