@@ -198,6 +198,7 @@ class Rates:
     tpr_at_1pct_interval: tuple[float, float]
     tpr_at_01pct: float
     tpr_at_01pct_interval: tuple[float, float]
+    roc: tuple[tuple[float, float], ...] = ()  # (false, true) positive rates, thinned for a drawing
 
 
 def rates(scores: np.ndarray, member: np.ndarray, seed: int = 0, resamples: int = 300) -> Rates:
@@ -217,6 +218,8 @@ def rates(scores: np.ndarray, member: np.ndarray, seed: int = 0, resamples: int 
         cut = np.sort(outside)[::-1][allowed]
         hits = int((inside > cut).sum())
         out[name], out[f"{name}_interval"] = hits / len(inside), exact_interval(hits, len(inside))
+    cuts = np.quantile(scores, np.linspace(1, 0, 61))
+    out["roc"] = ((0.0, 0.0), *((float((outside >= c).mean()), float((inside >= c).mean())) for c in cuts))
     return Rates(
         auc(inside, outside), (float(low), float(high)), right / total, exact_interval(right, total), **out
     )
