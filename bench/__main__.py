@@ -28,6 +28,8 @@ def racers(m: Material, quick: bool) -> dict[str, rivals.Racer]:
     out = {"plain torch, non-private": rivals.plain(m)}
     if rivals.opacus_installed():
         out["Opacus per layer"] = rivals.opacus_per_layer(m)
+    if rivals.pfl_installed() and m.case.name == "cnn":
+        out["pfl-research, noise on the update only"] = rivals.pfl_round(m)
     if m.case.name != "central600":
         out["nested torch.func"] = rivals.nested_func(m)
     if not (quick and m.case.name == "central600"):
@@ -79,6 +81,7 @@ def ratios(all_times: dict[str, dict[str, list[float]]], engine: str) -> dict[st
         "adult_private_over_nonprivate": of("adult", private, f"fedveil {engine}, non-private"),
         "cancer_private_over_nonprivate": of("cancer", private, f"fedveil {engine}, non-private"),
         "cnn_private_over_clip_only": of("cnn", private, f"fedveil {engine}, clip only"),
+        "cnn_vs_pfl": of("cnn", "pfl-research, noise on the update only"),
         "lenet_vs_opacus": of("lenet", opacus),
         "cifar_vs_opacus": of("cifar", opacus),
     }

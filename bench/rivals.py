@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -143,3 +144,64 @@ def engines(module: nn.Module, m: Material) -> dict[str, str]:
 
 def opacus_installed() -> bool:
     return importlib.util.find_spec("opacus") is not None
+
+
+def pfl_round(m: Material) -> Racer:
+    """pfl-research: a FedAvg round on its simulator, with its Gaussian mechanism on every user's update (it has no per-example
+    clipping). Metrics are off in training rounds, as its own benchmarks have them."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.common_types import Population
+    from pfl.context import CentralContext
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam.base import NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = copy.deepcopy(m.module)
+
+        def loss(self, x: torch.Tensor, y: torch.Tensor, eval: bool = False) -> torch.Tensor:
+            return cross_entropy(self.net(x), y)
+
+        def metrics(self, x: torch.Tensor, y: torch.Tensor, eval: bool = False) -> dict[str, object]:
+            return {}
+
+    module = Model()
+    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
+    per_user = (
+        4  # users train longer than our stacks do, so that pfl's cost per user weighs no more than it should
+    )
+    rows = [
+        torch.cat([torch.as_tensor(w.rows.reshape(-1)).long() for w in m.work[i : i + per_user]])
+        for i in range(0, len(m.work), per_user)
+    ]
+    users = itertools.cycle(range(len(rows)))
+    data = FederatedDataset(
+        lambda k: Dataset([m.x[rows[k]], m.y[rows[k]]], user_id=str(k)), lambda: next(users)
+    )
+    backend = SimulatedBackend(data, data, [GaussianMechanism(BOUND, SIGMA)])
+    algorithm = FederatedAveraging()
+    settings = NNAlgorithmParams(1, 10**9, len(rows), None)
+    training = NNTrainHyperParams(
+        local_batch_size=m.case.batch, local_num_epochs=1, local_learning_rate=LEARNING_RATE
+    )
+    context = CentralContext(1, False, len(rows), Population.TRAIN, settings, training, seed=0)
+
+    def run() -> int:
+        statistics, _ = backend.gather_results(
+            model=model, training_algorithm=algorithm, central_context=context
+        )
+        algorithm.process_aggregated_statistics(context, Metrics(), model, statistics)
+        return m.case.clients * m.case.steps
+
+    return run
+
+
+def pfl_installed() -> bool:
+    return importlib.util.find_spec("pfl") is not None
