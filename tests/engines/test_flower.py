@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,26 @@ def test_server_noise_keeps_its_scale_when_few_arrive(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").metrics[0]["arrived"] == 1
     charged = Ledger.read(tmp_path / "run/ledger.jsonl")
     assert charged.participations().tolist() == [1, 1, 1, 1]
+
+
+def test_a_round_with_an_empty_cohort_is_charged_like_any_other(tmp_path: Path) -> None:
+    """Amplification by sampling counts every round, also those for which nobody was drawn."""
+    config = config_of("fed-sdp", rounds=6, cohort_size=0.5, protect={"sigma": 2.0})
+    result, _ = federate(tmp_path, config)
+    lines = open_run(tmp_path / "run").metrics
+    assert 0 in [line["clients"] for line in lines]
+    row = next(
+        r
+        for r in result["ledger"]
+        if (r["observer"], r["unit"], r["verdict"]) == ("public", "client", "sound")
+    )
+    ledger = Ledger.read(tmp_path / "run/ledger.jsonl")
+    assert ledger.rounds == 6
+    grown = [
+        Ledger.read(tmp_path / "run/ledger.jsonl", until=k).epsilon("public", "client") for k in range(1, 7)
+    ]
+    assert all(a is not None and b is not None and a < b for a, b in pairwise(grown))
+    assert row["epsilon"] == grown[-1]
 
 
 def test_an_unclipped_update_is_rejected_where_the_server_adds_the_noise(tmp_path: Path) -> None:

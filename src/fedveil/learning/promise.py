@@ -70,6 +70,12 @@ def release(
             own, sigma = budgets[client]
             moment = Round(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
         groups.setdefault(tuple(claims(own, setting, moment, size)), []).append(client)
+    if not sizes:
+        # Nobody was drawn, but the noised model goes out all the same: that a coin fell so is part of what
+        # amplification by sampling counts in every round.
+        shared = tuple(claim for claim in claims(recipe, setting, now, 1) if claim.scope == "everyone")
+        if shared and recipe.where == "server":
+            groups[shared] = []
     return Release(now.number, tuple((tuple(members), key) for key, members in groups.items()))
 
 

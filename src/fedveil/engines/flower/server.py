@@ -129,7 +129,7 @@ def serve(
                 stop = ended
                 break
             clock = time.perf_counter()
-            crowd = greet(grid, config, crowd, options.deadline / 4, options.poll)
+            crowd = _returned(grid, config, crowd, options)
             mark = simulate.fingerprint_of(prepared, state, clients)
             ledger.spend(
                 simulate.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark)
@@ -297,6 +297,17 @@ def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: flo
     for number in strangers.keys() - crowd.strangers.keys():
         _say(f"node {number} does not take part: {strangers[number]}")
     return Crowd(node, examples, strangers)
+
+
+def _returned(grid: Any, config: RunConfig, crowd: Crowd, options: Options) -> Crowd:
+    """Look for lost clients under new node ids (a node with a key keeps its id and needs no greeting)."""
+    online = set(grid.get_node_ids())
+    if online >= set(crowd.node.values()):
+        return crowd
+    found = greet(grid, config, crowd, min(20.0, options.deadline / 4), options.poll)
+    known = set(found.node.values()) | set(found.strangers)
+    silent = {node: "did not say who it is" for node in online - known}
+    return replace(found, strangers={**found.strangers, **silent})
 
 
 def _ask(
