@@ -367,6 +367,45 @@ def test_a_nominal_budget_stops_where_the_paper_stops(tmp_path: Path) -> None:
         assert ledger.rounds == 100
 
 
+def test_a_claim_about_everyone_that_promises_nothing_ends_the_budget_of_absent_clients_too(
+    tmp_path: Path,
+) -> None:
+    bad = Claim("server", "example", "none", "the sum was sent in the clear", scope="everyone")
+    fine = Claim("server", "example", "nominal", "global q", gaussian(), "everyone", "moments")
+    with make(tmp_path, budgets=(Budget(1.0, client=0),)) as ledger:
+        ledger.spend(release(1, (1,), sound(gaussian()), fine))
+        assert ledger.remaining(0) == {("server", "example"): 1.0}
+        assert ledger.would_exceed(release(2, (1,), bad))[0].budget.client == 0
+        ledger.header = replace(ledger.header, budgets=())
+        ledger.spend(release(2, (1,), bad))
+        ledger.header = replace(ledger.header, budgets=(Budget(1.0, client=0),))
+        assert ledger.remaining(0) == {("server", "example"): 0.0}
+        assert ledger.would_exceed(release(3, (0,), sound(gaussian())))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_client_s_own_book_says_the_same_as_the_whole_book(tmp_path: Path, seed: int) -> None:
+    from fedveil.privacy.ledger import _View
+
+    rng = np.random.default_rng(seed)
+    with make(tmp_path) as ledger:
+        for r in range(6):
+            cohort = tuple(map(int, np.flatnonzero(rng.random(4) < 0.6)))
+            claims = [sound(gaussian(6 - r / 4, 0.02, 10))]
+            if rng.random() < 0.4:
+                claims.append(sound(gaussian(9.0, 0.05, 3), scope="everyone"))
+            if rng.random() < 0.15:
+                claims.append(
+                    Claim("server", "example", "none", f"leak {r}", scope=rng.choice(["holder", "everyone"]))
+                )
+            ledger.spend(release(r, cohort, *claims))
+        for client in range(4):
+            whole = _View(ledger._book, ledger._committed, client, client)
+            one = ledger._reached(ledger._view(client), Budget(1.0), None)
+            other = ledger._reached(whole, Budget(1.0), None)
+            assert one == (None if other is None else pytest.approx(other, rel=1e-9))
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_sequence_of_releases_exceeds_a_budget(

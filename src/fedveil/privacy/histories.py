@@ -29,6 +29,7 @@ from fedveil.privacy.events import Claim, Event
 GRID = 128  # distinct noise multipliers of one family that are composed one by one
 _EXACT = 300  # events composed for single histories before the rest is bounded together
 _CLOSE = 1.001  # a common bound this near to the largest single epsilon is reported instead of searching on
+_REMEMBERED = 500  # answers kept in memory
 _NESTED = 1e-4  # finest relative step of the rounding grid; coarser grids are unions of its cells
 _MONOTONE = ("gaussian", "laplace", "two-valued")
 _ORDERS = np.array([*range(2, 33), 36, 40, 48, 56, 64, 96, 128, 256])
@@ -190,6 +191,8 @@ class Judge:
         """The accountant's answer for one history."""
         key = (accountant, delta, frozenset(uses.items()))
         if key not in self._answers:
+            if len(self._answers) >= _REMEMBERED:
+                self._answers.clear()
             self._answers[key] = self._compose(uses, accountant).answer(delta)
         return self._answers[key]
 
