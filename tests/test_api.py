@@ -29,9 +29,20 @@ def test_importing_the_package_does_not_load_torch():
 def test_run_own_data_and_model_with_a_callback(tmp_path):
     seen = []
     result = fv.run(
-        "fed-cdp-sound", data=fv.dataset(*blobs()), model=net(), clients=4, partition="iid", rounds=3, local_steps=4,
-        batch_size=10, sigma=0.5, clip_bound=1.0, learning_rate=0.5, out=tmp_path / "run", on_round=lambda f: seen.append(f.round),
-    )  # fmt: skip
+        "fed-cdp-sound",
+        data=fv.dataset(*blobs()),
+        model=net(),
+        clients=4,
+        partition="iid",
+        rounds=3,
+        local_steps=4,
+        batch_size=10,
+        sigma=0.5,
+        clip_bound=1.0,
+        learning_rate=0.5,
+        out=tmp_path / "run",
+        on_round=lambda f: seen.append(f.round),
+    )
     assert seen == [1, 2, 3]
     assert result.epsilon("server", "example") > 0
     assert result.epsilon("server", "example", "nominal") is None

@@ -14,8 +14,17 @@ def watch(facts):
 
 
 try:
-    fv.run("fed-cdp-sound", data="cancer", rounds=4, local_steps=5, checkpoint_every=1, out="runs/cut", on_round=watch, report=False)
+    fv.run(
+        "fed-cdp-sound",
+        data="cancer",
+        rounds=4,
+        local_steps=5,
+        checkpoint_every=1,
+        out="runs/cut",
+        on_round=watch,
+        report=False,
+    )
 except Enough:
-    pass
+    print("stopped after two rounds")
 result = fv.resume("runs/cut")
 print("finished", result.facts["rounds"], "rounds; epsilon", result.epsilon("server", "example"))
