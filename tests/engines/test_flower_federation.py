@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,3 +182,25 @@ def test_a_killed_superlink_and_a_killed_server_app_lose_nothing(tmp_path: Path,
     for number in range(4):
         own = ledger_of(home / f"nodes/{number}").participations()[0]
         assert 5 <= own <= charged[number] <= 6
+
+
+@pytest.mark.slow
+def test_up_is_loud_without_tls_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    home = tmp_path / "f"
+    command = [sys.executable, "-m", "fedveil", "flower", "up", "--nodes", "1", "--insecure", "--json"]
+    with subprocess.Popen(
+        [*command, "--home", str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            text += process.stdout.readline()
+        found = json.loads(text)
+        stack = stacks.read(home)
+        assert found["superlink"].startswith("127.0.0.1:") and found["tls"] is False
+        assert all(stacks.alive(p) for p in stack.processes.values())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert "INSECURE" in process.stderr.read()
+    assert not any(stacks.alive(p) for p in stack.processes.values())
+    assert not (home / "stack.json").exists()
