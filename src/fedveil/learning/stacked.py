@@ -64,8 +64,9 @@ def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     if type(module) is not nn.Sequential:
         return [(prefix, module)]
     out = []
-    for name, child in module.named_children():
-        out += leaves(child, f"{prefix}.{name}" if prefix else name)
+    for name, child in module._modules.items():  # named_children() leaves out a layer that is used again
+        if child is not None:
+            out += leaves(child, f"{prefix}.{name}" if prefix else name)
     return out
 
 

@@ -36,10 +36,11 @@ class LayerDescription:
 def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The layers of a (nested) Sequential in order, with their names; `nn.Identity` is left out."""
     if type(module) is nn.Sequential:
-        parts = [
-            leaves(child, f"{prefix}.{name}" if prefix else name) for name, child in module.named_children()
-        ]
-        return [leaf for part in parts for leaf in part]
+        out = []
+        for name, child in module._modules.items():  # named_children() leaves out a layer that is used again
+            if child is not None:
+                out += leaves(child, f"{prefix}.{name}" if prefix else name)
+        return out
     return [] if type(module) is nn.Identity else [(prefix, module)]
 
 
