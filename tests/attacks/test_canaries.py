@@ -6,6 +6,8 @@ the promise unless more than about 92 of 400 fall on the wrong side (mean 63, de
 noise, no clip and a wrong rate separate the groups still further.
 """
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch
 from fedveil.attacks import canaries
 from fedveil.attacks.canaries import audit
 from fedveil.engines.simulate import prepare
+from fedveil.engines.simulate import run as simulate
 from fedveil.errors import UserError
 from fedveil.learning.view import clip_gradients
+from fedveil.privacy.ledger import Ledger
 from fedveil.runs.config import make_config
 
 torch.set_num_threads(1)
@@ -102,8 +106,7 @@ def test_a_canary_contributes_the_whole_bound_in_its_own_column():
         task, canaries.moment_of(task, canaries.start(task, staged.prepared.initial)), 0, 359
     )
     clipped, _ = clip_gradients(np.stack(vectors), task.layout, plan)
-    offset, outputs, slots = staged.columns
-    columns = clipped[:, offset : offset + outputs * slots].reshape(-1, outputs, slots)
+    columns = clipped[:, staged.columns]
     lengths = np.linalg.norm(columns, axis=1)
     assert ((lengths > 0.99).sum(1) == 1).all() and ((lengths > 1e-6).sum(1) == 1).all()
 
@@ -111,3 +114,26 @@ def test_a_canary_contributes_the_whole_bound_in_its_own_column():
 def test_a_recipe_without_noise_has_nothing_to_audit():
     with pytest.raises(UserError, match="no promise"):
         audit(configure({}, recipe="non-private"))
+
+
+def test_an_audit_costs_less_than_twice_the_run(tmp_path):
+    """CPU time of both on the same engine; the ledger's curve is part of the audit's cost."""
+    config = configure(clients=10, rounds=10, local_steps=100, batch_size=20, report=False)
+    began = time.process_time()
+    simulate(config, tmp_path / "run")
+    usual = time.process_time() - began
+    began = time.process_time()
+    _, facts = audit(config, ledger=Ledger.read(tmp_path / "run" / "ledger.jsonl"), canaries=200)
+    assert facts["engine"] == "native" or facts["engine"] == prepare(config).engine
+    assert time.process_time() - began < 2 * usual
+
+
+def test_convolutions_get_their_slots_beside_the_model():
+    found, facts = audit(configure(model="cpl-lenet", clients=6), canaries=120)
+    assert found.verdict != "promise broken" and facts["engine"] == "functional"
+    broken, _ = audit(
+        configure(model="cpl-lenet", clients=2),
+        practice=configure({"sigma": 0.2}, model="cpl-lenet", clients=2),
+        canaries=200,
+    )
+    assert broken.verdict == "promise broken"

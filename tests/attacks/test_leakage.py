@@ -85,9 +85,7 @@ def test_an_update_of_several_steps_says_how_it_was_treated():
     made, state = prepared(local_steps=2, batch_size=1, learning_rate=0.01)
     plain = measure(made, state, tap="type0", victims=1, seed=1, iterations=60).figures
     assert (plain["update_as"], plain["local_steps"], plain["batch"]) == ("gradient", 2, 2)
-    unrolled = measure(
-        made, state, tap="type0", victims=1, seed=1, iterations=80, update_as="unroll"
-    ).figures
+    unrolled = measure(made, state, tap="type0", victims=1, seed=1, iterations=80, update_as="unroll").figures
     assert unrolled["update_as"] == "unroll" and unrolled["mse"] < plain["mse"]
 
 

@@ -417,6 +417,6 @@ def judge(
         reason += f", promised {epsilon_promised:.3g}, {scores.canaries} canaries could show up to {most:.3g}"
     else:
         verdict = "not enough evidence"
-        reason += f": {scores.canaries} canaries can show at most {most:.3g}, promised {epsilon_promised:.3g}"
+        reason += f", promised {epsilon_promised:.3g}: twice that could not be told from it by {scores.canaries} canaries"
     return Audit(lower, epsilon_promised, delta, most, verdict, status, bounds, scores.canaries, significance,
                  threshold, reason)  # fmt: skip

@@ -1,11 +1,11 @@
 """Canaries: replay a run's recipe with inserted units whose presence an observer tries to detect.
 
-Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of an extra dense layer
-beside the user's model. Its gradient is far above any clip bound and lies in that column, so after clipping it is a
-worst-case contribution, and no two canaries (and no real data) meet in a coordinate. A fair coin decides whether a
-canary is in or replaced by a row without a slot (zero-out neighbours, so that client sizes, sampling rates and
-ledger stay those of the run). The observer's score is the inner product of the canary's gradient direction with
-what was released, summed over the run.
+Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of the first layer if
+that is dense, else of an extra dense layer beside the user's model. Its gradient is far above any clip bound and lies
+in that column, so after clipping it is a worst-case contribution, and no two canaries (and no real data) meet in a
+coordinate. A fair coin decides whether a canary is in or replaced by a row without a slot (zero-out neighbours, so that
+client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner product of the
+canary's gradient direction with what was released, summed over the run.
 
 Learning rates are chosen so that the slots keep their gradient through the run: they scale contribution and noise
 alike and are no part of any promise. Everything else (recipe, engine code, sampling, noise, merging) is the run's.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,8 +63,8 @@ class Staged:
     prepared: Prepared
     included: np.ndarray  # [m] the coins
     host: np.ndarray  # [m] client of each canary
-    direction: np.ndarray  # [outputs] of a canary's gradient in its slot's column
-    columns: tuple[int, int, int]  # offset, outputs, slots of the slot layer in the flat vector
+    direction: np.ndarray  # [height] of a canary's gradient in its slot's column
+    columns: np.ndarray  # [height, m] places of each slot's weights in the flat vector
 
 
 def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
@@ -71,6 +72,34 @@ def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
     recipe = prepared.task.recipe
     unit: Unit = "client" if recipe.target == "update" else "example"
     return unit, "public" if recipe.where in ("server", "sum") else "server"
+
+
+def _participations(prepared: Prepared) -> np.ndarray:
+    """Clients by how often the run draws them, most often first: the ones whose promise is spent most."""
+    counts = np.zeros(prepared.partition.clients, np.int64)
+    for number in range(1, prepared.task.setting.rounds + 1):
+        counts[cohort_of(prepared, number)] += 1
+    return np.argsort(-counts, kind="stable")
+
+
+def _widened(module: nn.Module, width: int, slots: int) -> tuple[nn.Sequential, str] | None:
+    """The same net with slots as further inputs of its first layer, if that is dense: then any engine can train it.
+    Returns the net and the name of the widened layer."""
+    if not isinstance(module, nn.Sequential):
+        return None
+    parts = dict(module.named_children())
+    name = next((n for n, layer in parts.items() if not isinstance(layer, nn.Flatten)), None)
+    first = parts.get(name or "")
+    if not isinstance(first, nn.Linear) or first.in_features != width:
+        return None
+    wide = nn.Linear(width + slots, first.out_features, bias=first.bias is not None)
+    with torch.no_grad():
+        wide.weight.zero_()
+        wide.weight[:, :width] = first.weight
+        if first.bias is not None:
+            wide.bias.copy_(first.bias)
+    rest = [(n, layer) for n, layer in parts.items() if n != name and not isinstance(layer, nn.Flatten)]
+    return nn.Sequential(OrderedDict([("first", wide), *((f"next{n}", layer) for n, layer in rest)])), "first"
 
 
 def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
@@ -82,12 +111,12 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
         )
     unit, _ = unit_of(prepared)
     draw = generator(seed, "canaries")
+    taking_part = _participations(prepared)
     if unit == "client":
-        hosts = draw.permutation(dealt.clients)[:canaries]
+        hosts = taking_part[:canaries]
     else:
-        room = np.minimum(np.array([dealt.size(c) for c in range(dealt.clients)]) // 2, canaries)
-        rounds = np.concatenate([np.flatnonzero(room > k) for k in range(int(room.max(initial=0)))])
-        hosts = rounds[:canaries]
+        room = [dealt.size(int(c)) // 2 for c in taking_part]
+        hosts = np.repeat(taking_part, room)[:canaries]
     if len(hosts) < 2:
         raise UserError(f"no room for canaries: {dealt.clients} clients; an audit needs at least two.")
     count = len(hosts)
@@ -95,10 +124,16 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     included[draw.permutation(count)[: count // 2]] = True  # as many in as out; which is a fair coin
 
     outputs = 1 if dataset.classes is None else int(dataset.classes)
-    module = Slots(task.module, dataset.shape, outputs, count)
-    layout = layout_of(module)
-    kept = draw.choice(len(task.x), min(REAL_ROWS, len(task.x)), replace=False)
     width = math.prod(dataset.shape)
+    wide = _widened(task.module, width, count)
+    module, layer = wide if wide else (Slots(task.module, dataset.shape, outputs, count), "slots")
+    layout = layout_of(module)
+    offset, shape = (
+        layout.offsets[layout.names.index(f"{layer}.weight")],
+        module.get_parameter(f"{layer}.weight").shape,
+    )
+    columns = offset + (np.arange(shape[0] * shape[1]).reshape(shape)[:, -count:])
+    kept = draw.choice(len(task.x), min(REAL_ROWS, len(task.x)), replace=False)
     x = np.zeros((len(kept) + count + 1, width + count), np.float32)
     y = np.zeros(len(x), task.y.dtype)
     x[: len(kept), :width], y[: len(kept)] = task.x[kept].reshape(len(kept), -1), task.y[kept]
@@ -138,11 +173,10 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
         setting=replace(task.setting, layers=layout.layers, dimension=layout.size), **rates,
     )  # fmt: skip
     initial = flatten(module)
-    offset = layout.offsets[layout.names.index("slots.weight")]
     _, gradient = example_gradient(
         module, layout, torch.as_tensor(initial), x[len(kept)], y[len(kept)], staged_task.loss
     )
-    column = gradient.numpy()[offset : offset + outputs * count].reshape(outputs, count)[:, 0]
+    column = gradient.numpy()[columns[:, 0]]
     first = start(staged_task, initial)
     plan = plan_of(staged_task, moment_of(staged_task, first), 0, dealt.size(0))
     engine, why = local.choose(
@@ -151,17 +185,19 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     config = prepared.config.model_copy(update={"engine": "auto"})
     return Staged(
         replace(prepared, config=config, task=staged_task, initial=initial, engine=engine, engine_reason=why),
-        included, np.asarray(hosts), column / np.linalg.norm(column), (offset, outputs, count),
+        included, np.asarray(hosts), column / np.linalg.norm(column), columns,
     )  # fmt: skip
 
 
 def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.ndarray], np.ndarray]]:
-    """Play the rounds: (state before the round, uploads by client, mean update of the model)."""
+    """Play the rounds: (state before the round, uploads by client, mean update of the model).
+
+    Only clients that host canaries train: nobody else's gradient reaches a slot, and noise is added all the same."""
     prepared = staged.prepared
     state = start(prepared.task, prepared.initial)
     for _ in range(rounds):
         now = moment_of(prepared.task, state)
-        clients = cohort_of(prepared, now.number)
+        clients = np.intersect1d(cohort_of(prepared, now.number), staged.host)
         uploads: dict[int, np.ndarray] = {}
 
         def sent(
@@ -181,8 +217,7 @@ def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.
 
 def _slots(staged: Staged, vector: np.ndarray) -> np.ndarray:
     """Each canary's projection: minus the inner product of its direction with its column [m]."""
-    offset, outputs, slots = staged.columns
-    return -staged.direction @ vector[offset : offset + outputs * slots].reshape(outputs, slots)
+    return -staged.direction @ vector[staged.columns]
 
 
 def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float]:
