@@ -1,0 +1,133 @@
+"""The headline table: planned runs on every dataset, observer and budget, over several seeds.
+
+    FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.headline --results headline.jsonl [--only mnist:B:0.823] …
+    python -m bench.headline --results headline.jsonl --show        prints docs/headline.md's table
+
+Each line of the results is one run, found again by its name: an interrupted bench goes on where it stopped. A run is
+exactly `fedveil plan --dataset … --epsilon … --clients … --observer … --out plan.toml` followed by
+`fedveil run plan.toml --set seed=S --set split_seed=S`. No run is chosen or left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+BUDGETS = (0.823, 0.3, 2.0, 8.0)
+# dataset, observer's letter, clients, seeds
+CASES = (
+    ("mnist", "B", 100, 5),
+    ("mnist", "A", 100, 5),
+    ("mnist", "A", 1000, 5),
+    ("fashion_mnist", "B", 100, 5),
+    ("fashion_mnist", "A", 100, 5),
+    ("adult", "B", 100, 5),
+    ("adult", "A", 100, 5),
+    ("cancer", "B", 10, 20),
+    ("cancer", "A", 10, 20),
+    ("cifar10", "B", 100, 5),
+    ("cifar10", "A", 100, 5),
+    ("lfw", "B", 10, 5),
+    ("lfw", "A", 10, 5),
+)
+OBSERVER = {"A": "server", "B": "sum"}
+
+
+def config_for(dataset: str, letter: str, clients: int, epsilon: float, seed: int) -> Any:
+    """The planned configuration; epsilon 0 stands for the plan of epsilon 8 without noise."""
+    from fedveil.learning import planner
+    from fedveil.runs.config import make_config
+
+    shape = planner.KNOWN[dataset]
+    found = planner.plan(shape, epsilon=epsilon or 8.0, clients=clients, observer=OBSERVER[letter])
+    values = planner.config_of(found, shape, dataset)
+    values |= {"seed": seed, "split_seed": seed, "report": False, "diagnostics": False}
+    values |= {"evaluate_every": found.rounds, "checkpoint_every": found.rounds}
+    if epsilon == 0:
+        values |= {"calibrate": False, "target_epsilon": None}
+        values["protect"] = {**values["protect"], "sigma": 1e-9}
+    return make_config(values)
+
+
+def run_one(dataset: str, letter: str, clients: int, epsilon: float, seed: int) -> dict[str, Any]:
+    """One run in a folder that is thrown away; the lines the table needs."""
+    from fedveil.engines.simulate import run
+
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_for(dataset, letter, clients, epsilon, seed)
+        result = run(config, Path(folder) / "run")
+    (row,) = (r for r in result["ledger"] if (r["observer"], r["unit"]) == ("server", "example"))
+    return {
+        "dataset": dataset,
+        "observer": letter,
+        "clients": clients,
+        "target_epsilon": epsilon,
+        "seed": seed,
+        "accuracy": result["test_accuracy"],
+        "epsilon": row["epsilon"] if epsilon else None,
+        "verdict": row["verdict"] if epsilon else "none",
+        "rounds": result["rounds"],
+        "features": config.features,
+        "engine": result["engine"],
+        "seconds": round(time.time() - began, 1),
+    }
+
+
+def read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Finished runs by their name."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(r["dataset"], r["observer"], r["clients"], r["target_epsilon"], r["seed"]): r for r in rows}
+
+
+def show(path: Path) -> None:
+    """The table in Markdown: mean ± standard deviation over seeds."""
+    done = read(path)
+    budgets = (0.3, 0.823, 2.0, 8.0, 0.0)
+    print("| dataset | observer | clients | ε ≤ 0.3 | ε ≤ 0.823 | ε ≤ 2 | ε ≤ 8 | no noise | seeds |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for dataset, letter, clients, _ in CASES:
+        cells, counts = [], []
+        for budget in budgets:
+            found = [r["accuracy"] for k, r in done.items() if k[:4] == (dataset, letter, clients, budget)]
+            counts.append(len(found))
+            spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
+            cells.append(f"{statistics.mean(found):.4f}{spread}" if found else "not run")
+        print(f"| {dataset} | {letter} | {clients} | {' | '.join(cells)} | {max(counts)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="dataset[:observer[:clients[:epsilon]]], several allowed"
+    )
+    parser.add_argument("--show", action="store_true")
+    given = parser.parse_args()
+    if given.show:
+        show(given.results)
+        return
+    for budget in (*BUDGETS, 0.0):
+        for dataset, letter, clients, seeds in CASES:
+            name = [dataset, letter, str(clients), f"{budget:g}"]
+            if given.only and not any(name[: len(o.split(":"))] == o.split(":") for o in given.only):
+                continue
+            for seed in range(seeds if budget else 1):
+                if (dataset, letter, clients, budget, seed) in read(given.results):
+                    continue
+                line = run_one(dataset, letter, clients, budget, seed)
+                with given.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
