@@ -261,3 +261,23 @@ def test_regression_reports_rmse(tmp_path):
         aggregate="scaffold",
     )
     assert result.accuracy is None and result.facts["test_rmse"] > 0
+
+
+def test_a_full_disk_is_a_clear_error_and_the_run_goes_on_afterwards(tmp_path):
+    changes = [*SMALL, "rounds=3"]
+    whole = run(load_config("fed-cdp", changes), tmp_path / "whole")
+    folder = tmp_path / "full"
+    arguments = [part for change in changes for part in ("--set", change)]
+    # A limit on file size stands in for a full disk: the first checkpoint (about 17 kB) cannot be written.
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000));"
+        "from fedveil.cli import main; sys.argv = ['fedveil'] + sys.argv[1:]; main()"
+    )
+    command = [sys.executable, "-c", code, "run", "fed-cdp", "--out", str(folder), *arguments]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 2 and "cannot write" in failed.stderr and "Traceback" not in failed.stderr
+    assert not list(folder.rglob("*.tmp"))
+    again = run(load_config("fed-cdp", changes), folder, resume=True)
+    assert np.array_equal(weights(tmp_path / "whole"), weights(folder))
+    assert _epsilons(again) == pytest.approx(_epsilons(whole))
