@@ -51,6 +51,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+OPEN = ("/login", "/static/base.css", "/static/style.css", "/favicon.ico")  # what the login page itself needs
 COOKIE = "fedveil_session"
 SHORTEST_TOKEN = 16
 MOST_COMPARED = 12
@@ -133,11 +134,7 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
             "/login",
         ):
             answer = JSONResponse({"error": "read-only"}, 405)
-        elif not authorised(request) and request.url.path not in (
-            "/login",
-            "/static/base.css",
-            "/static/style.css",
-        ):
+        elif not authorised(request) and request.url.path not in OPEN:
             if request.url.path == "/":
                 answer = RedirectResponse("/login", 303)
             else:
@@ -260,11 +257,12 @@ def _facts(place: Path, live: bool, private: bool = False) -> Facts:
     """A run's facts; whatever is wrong with its files becomes a message."""
     try:
         return gather(place, private, compute=False, quick=live)
-    except UserError:
-        raise
+    except UserError as wrong:
+        said = str(wrong).replace(str(place), place.name)  # the page need not know where the folder lies
+        raise UserError(f"run '{place.name}' cannot be shown: {said}") from wrong
     except Exception as wrong:
         raise UserError(
-            f"this run cannot be shown: its files are damaged ({type(wrong).__name__})"
+            f"run '{place.name}' cannot be shown: its files are damaged ({type(wrong).__name__})"
         ) from wrong
 
 
