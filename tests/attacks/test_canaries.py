@@ -129,7 +129,7 @@ def test_an_audit_costs_less_than_twice_the_run(tmp_path):
 
 
 def test_convolutions_get_their_slots_beside_the_model():
-    found, facts = audit(configure(model="cpl-lenet", clients=6), canaries=120)
+    found, facts = audit(configure(model="cpl-lenet", clients=2), canaries=120)
     assert found.verdict != "promise broken" and facts["engine"] == "functional"
     broken, _ = audit(
         configure(model="cpl-lenet", clients=2),
