@@ -118,7 +118,7 @@ def test_the_promise_is_recomputed_and_equals_the_result(made: dict[str, Path]) 
 
 
 def test_every_client_has_spent_at_most_the_row(made: dict[str, Path]) -> None:
-    facts = gather(made["sound"], compute=False)
+    facts = gather(made["sound"], compute=False, clients=True)
     main = facts.main()
     assert main is not None
     spent = [c["epsilon"] for c in facts.promise.clients]
@@ -168,7 +168,8 @@ def attack(folder: Path) -> None:
     (folder / "attacks").mkdir()
     save = {
         "gradient": {"kind": "gradient", "success_rate": 0.4321, "label_accuracy": 1.0, "rmse": 0.1, "victims": 6},
-        "membership": {"kind": "membership", "auc": 0.61, "roc": {"fpr": [0, 0.5, 1], "tpr": [0, 0.6, 1]}},
+        "membership": {"kind": "membership", "auc": 0.5, "methods": {"rmia": {"auc": 0.61, "auc_interval": [0.58, 0.64],
+                       "roc": [[0, 0], [0.5, 0.6], [1, 1]]}, "lira": {"auc": 0.55}}},
         "audit": {"kind": "audit", "epsilon_lower": 0.31, "epsilon_promised": 1.2, "ceiling": 5.8,
                   "verdict": "promise holds", "status": "sound"},
     }  # fmt: skip
@@ -184,7 +185,7 @@ def test_attacks_on_public_benchmarks_are_shown_with_gallery_roc_and_audit(
     attack(folder)
     html = page([folder], tmp_path)
     assert "43.2%" in html and "data:image/png;base64," in html
-    assert "ROC" in html and "AUC 0.610" in html
+    assert "ROC" in html and "rmia (AUC 0.610)" in html and "0.61 (0.58 to 0.64)" in html
     assert "shown by the audit: at least 0.31" in html and "promised: at most 1.2" in html
 
 

@@ -92,13 +92,11 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
     named = [str(data[k]) for k in ("method", "tap", "recipe", "round") if data.get(k) is not None]
     out["setting"] = " · ".join(f"round {v}" if v.isdigit() else v for v in named)
     out["image"] = card.get("image")
-    roc = roc_of(data)
-    if roc:
-        auc = number(data.get("auc"))
+    curves = roc_curves(data)
+    if curves:
         out["chart"] = plots.lines(
-            [Series("attack" if auc is None else f"attack (AUC {auc:.3f})", *roc, tone=4)],
-            title="ROC: members found against false alarms (dotted: guessing)",
-            x_label="false alarms", y_label="found", diagonal=True, floor=0.0, top=1.0,
+            curves, title="ROC: members found against false alarms (dotted: guessing)", x_label="false alarms",
+            y_label="found", diagonal=True, floor=0.0, top=1.0,
         )  # fmt: skip
     lower = number(data.get("epsilon_lower"))
     if lower is not None:
@@ -111,6 +109,21 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(methods, Mapping):
         out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
     return out
+
+
+def roc_curves(data: Mapping[str, Any]) -> list[Series]:
+    """One curve per compared attack, or the only one there is."""
+    methods = data.get("methods")
+    named = methods if isinstance(methods, Mapping) else {"attack": data}
+    curves = []
+    for tone, (name, rates) in enumerate(named.items()):
+        roc = roc_of(rates) if isinstance(rates, Mapping) else None
+        if roc:
+            auc = number(rates.get("auc"))
+            curves.append(
+                Series(f"{name} (AUC {auc:.3f})" if auc is not None else str(name), *roc, tone=tone % 6 + 1)
+            )
+    return curves
 
 
 def _rates(rates: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ MARKS = 12  # rounds at which epsilon is recomputed
 MOST_CLIENTS = 200  # whose budgets are listed
 MOST_CLASSES = 64
 MOST_IMAGE = 1_200_000  # bytes of one picture; larger ones are reduced
+PATIENCE = 1.5  # seconds for the clients' budgets
 LARGE = 1e6  # a budget nobody reaches, to ask a ledger what was used
 
 
@@ -40,6 +42,7 @@ class Promise:
     delta: float | None = None
     simulated: bool = True
     budget: float | None = None
+    own: tuple[float, ...] = ()  # budgets of single clients
     clients: tuple[dict[str, Any], ...] = ()
     client_count: int = 0
 
@@ -109,9 +112,11 @@ def sound_epsilon(facts: Facts) -> float | None:
     return row["epsilon"] if row and row["verdict"] == "sound" else None
 
 
-def gather(folder: Path, private: bool = False, compute: bool = True, quick: bool = False) -> Facts:
+def gather(
+    folder: Path, private: bool = False, compute: bool = True, quick: bool = False, clients: bool = False
+) -> Facts:
     """Read a run. compute=False writes nothing and loads no data (a confusion matrix only if it is stored).
-    quick leaves out epsilon over rounds."""
+    quick leaves out epsilon over rounds; clients adds what each client has spent."""
     run = store.open_run(folder)
     recipe = run.config.built_recipe()
     unit = "client" if recipe.target == "update" else "example"
@@ -130,7 +135,7 @@ def gather(folder: Path, private: bool = False, compute: bool = True, quick: boo
         metrics=metrics,
         private=tuple(line for line in run.private if isinstance(line, dict)) if private else (),
         result=result,
-        promise=promise_of(run, unit, course=not quick),
+        promise=promise_of(run, unit, course=not quick, clients=clients),
         attacks=tuple(attacks_of(folder, show=private or public_data)),
         confusion=confusion_of(run, compute) if result else None,
         public_data=public_data,
@@ -148,7 +153,7 @@ def _result(run: Run) -> dict[str, Any]:
 # --- the promise -----------------------------------------------------------------------------------------------
 
 
-def promise_of(run: Run, unit: str, course: bool = True, clients: bool = True) -> Promise:
+def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) -> Promise:
     """Rows, epsilon over rounds and budgets, recomputed from the ledger without locking or repairing it."""
     from fedveil.privacy.ledger import Ledger
     from fedveil.privacy.log import read
@@ -175,6 +180,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = True) -
         delta=header.delta,
         simulated=header.simulated,
         budget=min(whole, default=None),
+        own=tuple(sorted(b.epsilon for b in header.budgets if b.client is not None)),
         clients=budgets,
         client_count=header.clients,
     )
@@ -219,7 +225,7 @@ def _course(
 def _clients(
     ledger: Any, records: Sequence[Any], observer: str, unit: str, accountant: str
 ) -> tuple[dict[str, Any], ...]:
-    """What each of the first clients has spent, and what it may spend."""
+    """What each of the first clients has spent, and what it may spend; as many as there is time for."""
     from fedveil.privacy.ledger import Budget, Ledger
 
     header = ledger.header
@@ -230,7 +236,10 @@ def _clients(
     limits = {b.client: b.epsilon for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
     used: dict[Any, float | None] = {}
     out = []
+    until = time.monotonic() + PATIENCE
     for client in many:
+        if time.monotonic() > until:
+            break
         # clients with equal numbers of releases need not be equal, so only the untouched are skipped
         if often[client]:
             left = meter.remaining(client)[(observer, unit)]  # type: ignore[index]

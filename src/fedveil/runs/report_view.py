@@ -314,7 +314,13 @@ def steady(facts: Facts) -> list[str]:
     if not facts.recipe.private:
         return []
     known = {label: set(facts.column(key)) for key, _, label in SETTINGS}
-    return [
+    own = facts.promise.own
+    said = (
+        [f"{len(own)} clients have budgets of their own, from ε {short(own[0])} to {short(own[-1])}"]
+        if own
+        else []
+    )
+    return said + [
         f"the {label} was {short(next(iter(v)))} in all rounds"
         for label, v in known.items()
         if len(v) == 1 and None not in v

@@ -204,7 +204,9 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
         folder.check(place, root)
         row = folder.summary(place, root)
         live = row["status"] == "live"
-        made = cache.get(("run", id), (folder.stamp(place), live), lambda: detail(_facts(place, live)))
+        made = cache.get(
+            ("run", id), (folder.stamp(place), live), lambda: detail(_facts(place, live, clients=True))
+        )
         return JSONResponse(plain({**row, **made}))
 
     @app.get("/api/compare")
@@ -253,10 +255,10 @@ def _static(name: str) -> str:
     return (STATIC / name).read_text("utf-8")
 
 
-def _facts(place: Path, live: bool, private: bool = False) -> Facts:
+def _facts(place: Path, live: bool, private: bool = False, clients: bool = False) -> Facts:
     """A run's facts; whatever is wrong with its files becomes a message."""
     try:
-        return gather(place, private, compute=False, quick=live)
+        return gather(place, private, compute=False, quick=live, clients=clients)
     except UserError as wrong:
         said = str(wrong).replace(str(place), place.name)  # the page need not know where the folder lies
         raise UserError(f"run '{place.name}' cannot be shown: {said}") from wrong
