@@ -31,7 +31,7 @@ from fedveil.errors import UserError, did_you_mean
 SCALES, ANGLES = 2, 8  # wavelets of two sizes in eight directions; one output cell per 4 x 4 pixels
 PICTURES = 4000  # drawn for the whitening; more change little
 MOST = 1500  # directions kept at most
-ROWS_AT_ONCE = 250
+ROWS_AT_ONCE = 64
 VERSION = 1  # of the computation, for kept features
 
 
@@ -207,25 +207,34 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
     spectrum = torch.fft.fft2(wide)[:, None]
     first, second = [], []
     for fine in range(SCALES):
-        inner = torch.fft.ifft2(_thin(spectrum * banks[fine], 2**fine)).abs()
+        inner = torch.fft.ifft2(_filtered(spectrum, banks[fine], 2**fine)).abs()
         first.append(average(inner, 2**fine))
         if fine + 1 == SCALES:
             break
         inner_spectrum = torch.fft.fft2(inner)[:, :, None]
         for coarse in range(fine + 1, SCALES):
-            # The filter on the thinned grid is the full one, folded in frequency (2^(2 fine) samples are skipped).
-            bank = _thin(banks[coarse], 2**fine) * 4**fine
-            outer = torch.fft.ifft2(_thin(inner_spectrum * bank, 2 ** (coarse - fine))).abs()
+            # The filter on the thinned grid is the full one, folded in frequency (one sample in 4^fine is kept).
+            bank = _filtered(banks[coarse], torch.ones(()), 2**fine) * 4**fine
+            outer = torch.fft.ifft2(_filtered(inner_spectrum, bank, 2 ** (coarse - fine))).abs()
             second.append(average(outer.flatten(1, 2), 2**coarse))
     return torch.cat([average(wide[:, None], 1), *first, *second], 1).reshape(count, -1, *cells)
 
 
-def _thin(spectrum: torch.Tensor, step: int) -> torch.Tensor:
-    """Spectrum of every `step`-th sample in both directions."""
-    if step == 1:
-        return spectrum
-    *before, height, width = spectrum.shape
-    return spectrum.reshape(*before, step, height // step, step, width // step).mean((-4, -2))
+def _filtered(spectrum: torch.Tensor, bank: torch.Tensor, step: int) -> torch.Tensor:
+    """Spectrum of every `step`-th sample, in both directions, of what `bank` lets through."""
+    height, width = (n // step for n in spectrum.shape[-2:])
+    total: torch.Tensor | None = None
+    for down in range(step):
+        for across in range(step):
+            rows, columns = (
+                slice(down * height, (down + 1) * height),
+                slice(across * width, (across + 1) * width),
+            )
+            part = bank[..., rows, columns] if bank.ndim else bank
+            product = spectrum[..., rows, columns] * part
+            total = product if total is None else total.add_(product)
+    assert total is not None
+    return total / step**2
 
 
 @lru_cache(maxsize=8)
