@@ -19,7 +19,7 @@ from fedveil.engines import simulate
 from fedveil.engines.flower import client_app, wire
 from fedveil.engines.flower.grid import LocalGrid
 from fedveil.engines.flower.node import ledger_of
-from fedveil.engines.flower.server import Options, options_of, serve
+from fedveil.engines.flower.server import Options, gather, options_of, serve
 from fedveil.errors import UserError
 from fedveil.privacy.ledger import Ledger
 from fedveil.runs.config import RunConfig, make_config
@@ -385,6 +385,39 @@ def test_an_offline_node_is_not_waited_for(tmp_path: Path) -> None:
     lines = open_run(tmp_path / "run").metrics
     assert rounds == 1
     assert (lines[1]["offline"], lines[1]["arrived"]) == (1, 3)
+
+
+def test_with_too_few_nodes_the_run_stops_before_anything_is_charged(tmp_path: Path) -> None:
+    config = config_of("fed-cdp", rounds=3)
+
+    def leave(node: int, message: Message, reply: Message) -> list[Message]:
+        if message.metadata.message_type == "train":
+            grids[0].offline.update({101, 102, 103})
+        return [reply]
+
+    grids: list[LocalGrid] = []
+    with pytest.raises(UserError, match=r"only 1 of 4 nodes .* Nothing was charged"):
+        federate(tmp_path, config, leave, change=grids.append, options={"minimum": 2})
+    assert Ledger.read(tmp_path / "run/ledger.jsonl").participations().tolist() == [1, 1, 1, 1]
+    result, _ = federate(tmp_path, config, options={"minimum": 2})
+    assert result["rounds"] == 3
+
+
+def test_a_resumed_run_waits_for_its_nodes(tmp_path: Path) -> None:
+    config = config_of("fed-cdp", rounds=1)
+    federate(tmp_path, config)
+    app, policy = client_app(seeded), policy_text("fed-cdp")
+    looks = 0
+
+    class Slow(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            nonlocal looks
+            looks += 1
+            return sorted(self.nodes) if looks > 4 else [100]
+
+    grid = Slow(app, nodes_in(tmp_path, policy))
+    found = gather(grid, config, Options(out=str(tmp_path / "run"), join=5.0, poll=0.01), tmp_path / "run")
+    assert looks > 4 and found.node == {2: 100, 0: 101, 3: 102, 1: 103}
 
 
 def test_a_missing_node_is_named(tmp_path: Path) -> None:

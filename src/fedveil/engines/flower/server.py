@@ -29,6 +29,7 @@ from fedveil.learning.plan import LocalPlan
 from fedveil.learning.promise import Round, joint_bound
 from fedveil.learning.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
 from fedveil.models import nets
+from fedveil.privacy.ledger import Ledger
 from fedveil.runs import store
 from fedveil.runs.config import RunConfig
 
@@ -116,7 +117,6 @@ def serve(
     task = prepared.task
     state = simulate.open_folder(prepared, folder, (folder / "run.json").exists(), "fedveil flower run")
     store.write_json(folder / "nodes.json", {str(c): [n, crowd.examples[c]] for c, n in crowd.node.items()})
-    config_text = _told(prepared)
     skipped, stop = 0, "all rounds done"
     with simulate.open_ledger(prepared, folder) as ledger:
         while state.round < config.rounds:
@@ -129,52 +129,66 @@ def serve(
                 stop = ended
                 break
             clock = time.perf_counter()
-            crowd = _returned(grid, config, crowd, options)
-            mark = simulate.fingerprint_of(prepared, state, clients)
-            ledger.spend(
-                simulate.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark)
-            )
-            ticket = ledger.head[0]
-            facts = {**config_text, "round": state.round, "ticket": ticket}
-            found = exchange(grid, prepared, state, now, clients, crowd, facts, options)
-            arrived, least = len(found.uploads), min(options.minimum, max(1, len(clients)))
-            if task.recipe.channel == "shuffle-parameters":
-                arrived, least = found.shuffled, max(options.minimum, now.arrived or 0)
-            enough = arrived >= least
-            before = state
-            if enough or (len(clients) == 0 and task.recipe.where == "server"):
-                state, public = _merged(prepared, state, now, clients, found, options, ticket)
-                skipped = 0
-            else:
-                # The model stays; what was asked for stays charged.
-                state, public, skipped = replace(state, round=state.round + 1), {"skipped": True}, skipped + 1
-            public |= {
-                "clients": len(clients),
-                "arrived": arrived,
-                **{k: v for k, v in found.tally.items() if v},
-                "bytes_up": found.bytes_up or public.get("bytes_up", 0),
-                "sigma": now.sigmas[0],
-                "bound": now.bounds[0],
-                "learning_rate": learning_rate_of(task, before.round),
-                "sat_out": len(drawn) - len(clients),
-            }
-            done = simulate.record_round(
-                prepared, folder, ledger, state, public, {}, time.perf_counter() - clock, on_round
-            )
+            crowd = ready(grid, prepared, crowd, now, clients, options)
+            state, facts, reasons = _play(grid, prepared, ledger, state, now, clients, crowd, options)
+            facts["sat_out"] = len(drawn) - len(clients)
+            seconds = time.perf_counter() - clock
+            done = simulate.record_round(prepared, folder, ledger, state, facts, {}, seconds, on_round)
             store.save_checkpoint(folder / "checkpoints", state)
-            _say(
-                f"round {state.round}/{config.rounds}: {public}" + "".join(f"\n  {r}" for r in found.reasons)
-            )
+            _say(f"round {state.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
             if done:
                 stop = done
                 break
+            skipped = skipped + 1 if facts.get("skipped") else 0
             if skipped >= options.patience:
-                why = "; ".join(found.reasons) or "no node answered in time"
+                why = "; ".join(reasons) or "no node answered in time"
                 raise UserError(
                     f"stopped after round {state.round}: {skipped} rounds in a row had fewer than {options.minimum} "
                     f"usable replies ({why}). The run is intact: run again to continue"
                 )
         return simulate.finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def _play(
+    grid: Any,
+    prepared: Prepared,
+    ledger: Ledger,
+    state: State,
+    now: Round,
+    clients: np.ndarray,
+    crowd: Crowd,
+    options: Options,
+) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+    """One round: charge, exchange, merge or skip. (next state, public facts, why replies are missing)."""
+    task = prepared.task
+    mark = simulate.fingerprint_of(prepared, state, clients)
+    ledger.spend(simulate.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
+    ticket = ledger.head[0]
+    found = exchange(grid, prepared, state, now, clients, crowd, ticket, options)
+    arrived = found.shuffled if task.recipe.channel == "shuffle-parameters" else len(found.uploads)
+    if arrived >= least_of(task, now, clients, options) or (
+        len(clients) == 0 and task.recipe.where == "server"
+    ):
+        following, facts = _merged(prepared, state, now, clients, found, options, ticket)
+    else:  # the model stays; what was asked for stays charged
+        following, facts = replace(state, round=state.round + 1), {"skipped": True}
+    facts |= {
+        "clients": len(clients),
+        "arrived": arrived,
+        **{kind: count for kind, count in found.tally.items() if count},
+        "bytes_up": found.bytes_up or facts.get("bytes_up", 0),
+        "sigma": now.sigmas[0],
+        "bound": now.bounds[0],
+        "learning_rate": learning_rate_of(task, state.round),
+    }
+    return following, facts, found.reasons
+
+
+def least_of(task: Task, now: Round, clients: np.ndarray, options: Options) -> int:
+    """Usable replies that a round needs."""
+    if task.recipe.channel == "shuffle-parameters":
+        return max(options.minimum, now.arrived or 0)
+    return min(options.minimum, max(1, len(clients)))
 
 
 def _say(text: str) -> None:
@@ -240,7 +254,8 @@ def _told(prepared: Prepared) -> wire.Facts:
 
 
 def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crowd:
-    """Wait until every client has a node (known ones of a resumed run count), or say who is missing."""
+    """Wait until every client has a node, or say who is missing. A resumed run knows its clients: it waits for
+    their nodes to be back, but goes on with those that are."""
     crowd = Crowd()
     if (folder / "nodes.json").exists():
         known = store.read_json(folder / "nodes.json")
@@ -249,12 +264,13 @@ def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crow
     while True:
         crowd = greet(grid, config, crowd, max(1.0, until - time.monotonic()), options.poll)
         missing = [c for c in range(config.clients) if c not in crowd.node]
-        if not missing:
+        back = set(crowd.node.values()) <= set(grid.get_node_ids())
+        if not missing and (back or time.monotonic() > until):
             return crowd
         said = "".join(f"; node {node}: {why}" for node, why in crowd.strangers.items())
-        if said and len(crowd.strangers) + len(crowd.node) >= config.clients:
+        if missing and said and len(crowd.strangers) + len(crowd.node) >= config.clients:
             raise UserError(f"client {missing[0]} has no node that takes part{said}")
-        if time.monotonic() > until:
+        if missing and time.monotonic() > until:
             raise UserError(
                 f"{len(missing)} of {config.clients} clients have no node after {options.join:g} s (first missing: client "
                 f"{missing[0]}){said}. Start their SuperNodes (partition-id = client number) or lower clients"
@@ -299,15 +315,32 @@ def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: flo
     return Crowd(node, examples, strangers)
 
 
-def _returned(grid: Any, config: RunConfig, crowd: Crowd, options: Options) -> Crowd:
-    """Look for lost clients under new node ids (a node with a key keeps its id and needs no greeting)."""
-    online = set(grid.get_node_ids())
-    if online >= set(crowd.node.values()):
-        return crowd
-    found = greet(grid, config, crowd, min(20.0, options.deadline / 4), options.poll)
-    known = set(found.node.values()) | set(found.strangers)
-    silent = {node: "did not say who it is" for node in online - known}
-    return replace(found, strangers={**found.strangers, **silent})
+def ready(
+    grid: Any, prepared: Prepared, crowd: Crowd, now: Round, clients: np.ndarray, options: Options
+) -> Crowd:
+    """Before anything is charged: wait until enough of the cohort's nodes are there, or stop with the reason.
+
+    Lost clients are looked for under new node ids (a node with a key keeps its id and needs no greeting).
+    """
+    least = min(least_of(prepared.task, now, clients, options), len(clients))
+    until = time.monotonic() + options.join
+    while True:
+        online = set(grid.get_node_ids())
+        if not online >= set(crowd.node.values()):
+            found = greet(grid, prepared.config, crowd, min(20.0, options.deadline / 4), options.poll)
+            silent = online - set(found.node.values()) - set(found.strangers)
+            crowd = replace(
+                found, strangers={**found.strangers, **dict.fromkeys(silent, "did not say who it is")}
+            )
+        there = sum(crowd.node[client] in online for client in clients.tolist())
+        if there >= least:
+            return crowd
+        if time.monotonic() > until:
+            raise UserError(
+                f"round {now.number}: only {there} of {len(clients)} nodes of the cohort are there after {options.join:g} s, "
+                f"at least {least} are needed. Nothing was charged for this round; run again to continue"
+            )
+        time.sleep(options.poll)
 
 
 def _ask(
@@ -367,11 +400,12 @@ def exchange(
     now: Round,
     clients: np.ndarray,
     crowd: Crowd,
-    facts: wire.Facts,
+    ticket: int,
     options: Options,
 ) -> Outcome:
     """Send the round to the cohort's nodes that are there and collect what is usable until the deadline."""
     task = prepared.task
+    facts = {**_told(prepared), "round": state.round, "ticket": ticket}
     shared = {"weights": state.weights}
     shared |= {f"server.{k}": np.atleast_1d(v) for k, v in state.server.items() if k in BROADCAST}
     online = set(grid.get_node_ids())
@@ -397,7 +431,7 @@ def exchange(
             continue
         answered += 1
         try:
-            upload, used = usable(reply, prepared, state, now, client, facts)
+            upload, used = usable(reply, prepared, state, now, client, ticket)
         except Unusable as why:
             tally[why.kind] += 1
             reasons.append(f"client {client}: {why}")
@@ -420,7 +454,7 @@ class Unusable(Exception):
 
 
 def usable(
-    reply: Any, prepared: Prepared, state: State, now: Round, client: int, asked: Mapping[str, Any]
+    reply: Any, prepared: Prepared, state: State, now: Round, client: int, ticket: int
 ) -> tuple[Upload | None, int]:
     """The upload of a reply (None: it went to the shuffler) and its bytes, or `Unusable`.
 
@@ -440,7 +474,7 @@ def usable(
     if (facts.get("round"), facts.get("client"), facts.get("ticket")) != (
         state.round,
         client,
-        asked["ticket"],
+        ticket,
     ):
         raise Unusable("rejected", "the reply belongs to another round or client")
     if status == "diverged":
