@@ -276,3 +276,28 @@ def test_no_environment_variable_makes_noise_repeatable(
         serve(LocalGrid(client_app(), nodes), config, options)
         found.append(open_run(tmp_path / trial / "run").state().weights)
     assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)]
+)
+def test_run_ends_with_the_runs_true_status(
+    tmp_path: Path, state: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_project(tmp_path / "p", make_config({"recipe": "fed-cdp"}), {"out": str(tmp_path / "out")})
+    states = iter(["pending", "unknown", "running", state])
+    monkeypatch.setattr(stack, "submit", lambda *_: 7)
+    monkeypatch.setattr(stack, "status", lambda *_: next(states))
+    done = subprocess.CompletedProcess([], 0, "the reason\n", "")
+    monkeypatch.setattr(stack, "flwr", lambda *_: done)
+    command = ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"]
+    found = CliRunner().invoke(build(), command)
+    assert found.exit_code == code
+    assert ("the reason" in found.output) == (code == 1)
+
+
+def test_a_run_that_flower_does_not_accept_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = subprocess.CompletedProcess([], 0, '{"success": false, "error-message": "no such app"}', "")
+    monkeypatch.setattr(stack, "flwr", lambda *_: said)
+    with pytest.raises(UserError, match="no such app"):
+        stack.submit({}, tmp_path, "there")
