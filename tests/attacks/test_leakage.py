@@ -136,3 +136,10 @@ def test_the_last_model_is_attacked_with_the_last_round(tmp_path):
     late = type(state)(state.weights, 2, state.server)
     figures = measure(made, late, victims=2, seed=0, iterations=10).figures
     assert figures["round"] == 2 and np.isfinite(figures["rmse"])
+
+
+def test_tables_are_attacked_too():
+    """One row of numbers behind a dense net: solved exactly, judged by its error alone."""
+    made, state = prepared(dataset="cancer", model="papers-mlp")
+    figures = measure(made, state, victims=3, seed=1).figures
+    assert np.isnan(figures["ssim"]) and figures["mse"] < figures["controls"]["mean"]["mse"]

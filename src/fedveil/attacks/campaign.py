@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedveil.attacks import attribute, canaries, decoder, leakage, membership, shadows
+from fedveil.commands.common import plain
 from fedveil.engines.simulate import Prepared, prepare
 from fedveil.errors import UserError, did_you_mean
 from fedveil.learning.round import State, model_weights, start
@@ -165,8 +166,6 @@ def final_weights(run: store.Run) -> np.ndarray:
 
 def save(folder: Path, kind: str, figures: Any) -> Path:
     """Write `attacks/<kind>.json` below a run."""
-    from fedveil.commands.common import plain
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     store.write_json(path, plain(figures))

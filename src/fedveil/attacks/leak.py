@@ -157,23 +157,11 @@ def infer_labels(
         return scores.argmin(1)[:, None]
     predict = predictor(module, weights, leak)
     with torch.no_grad():
-        template = torch.stack(
-            [
-                rows_of(
-                    torch.cat(
-                        [
-                            predict(
-                                images[i : i + 1][None],
-                                one_hot(torch.tensor([[c]]), classes).to(weights.dtype),
-                            )
-                            for i in range(len(images))
-                        ]
-                    )
-                ).mean(0)
-                for c in range(classes)
-            ],
-            1,
-        )
+        each = [
+            predict(images[:, None], one_hot(torch.full((len(images), 1), c), classes).to(weights.dtype))
+            for c in range(classes)
+        ]
+        template = torch.stack([rows_of(g).mean(0) for g in each], 1)
     level = template.abs().mean()
     system = torch.cat([template, level * torch.ones(1, classes)]).double().numpy()
     labels = []

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedveil.attacks import metrics
 from fedveil.attacks.gradient import ITERATIONS, Method, Reconstruction, attack
 from fedveil.attacks.leak import Leak
+from fedveil.commands.common import plain
 from fedveil.engines.simulate import Prepared
 from fedveil.errors import UserError
 from fedveil.keys import generator
@@ -187,7 +188,7 @@ def measure(
     # The last model is looked at as the last round would have trained it: there is no later schedule.
     coming = replace(state, round=min(state.round, task.setting.rounds - 1))
     found = victims_of(prepared, coming, tap, victims, seed)
-    pixel_range = dataset.pixel_range or (0.0, 1.0)
+    pixel_range = dataset.pixel_range or (float(dataset.x_test.min()), float(dataset.x_test.max()))
     colour = len(dataset.shape) == 3 and dataset.shape[0] > 1
     if iterations is None:
         iterations = ITERATIONS[method] * (COLOUR_FACTOR if colour and method != "gradinv" else 1)
@@ -300,7 +301,7 @@ def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[st
             done[name] = {"job": name, **run(job)}
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as out:
-                out.write(json.dumps(done[name]) + "\n")
+                out.write(json.dumps(plain(done[name]), allow_nan=False) + "\n")
     return list(done.values())
 
 

@@ -35,8 +35,8 @@ class Scores:
             return 10.0 * np.log10(span**2 / self.mse)
 
     def success(self) -> np.ndarray:
-        """Success by the strict threshold (unit pixel range): MSE < 0.01 and SSIM > 0.8."""
-        return (self.mse < STRICT_MSE) & (self.ssim > STRICT_SSIM)
+        """Success by the strict threshold (unit pixel range): MSE < 0.01 and, for images, SSIM > 0.8."""
+        return (self.mse < STRICT_MSE) & ((self.ssim > STRICT_SSIM) | np.isnan(self.ssim))
 
     def success_papers(self) -> np.ndarray:
         """Success by the papers' threshold MSE < 0.70."""
