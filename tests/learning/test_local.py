@@ -21,6 +21,7 @@ from fedveil.errors import UserError
 from fedveil.learning import functional, local, noise, reference, stacked
 from fedveil.learning.many_normals import Normals
 from fedveil.learning.plan import ClientWork
+from fedveil.models import nets
 
 PRIVATE = {"clip": "layer", "noise": "gaussian"}
 TORCH = ("stacked", "functional", "reference")
@@ -317,3 +318,18 @@ def test_many_normals_are_the_streams_of_the_definition(count):
         streams.draw(step, out)
         for key, row in zip(keys, out, strict=True):
             assert np.array_equal(row, noise.numpy_normals(key, step, count))
+
+
+@pytest.mark.parametrize("name", nets.model_names())
+def test_every_built_in_model_gives_the_references_update(name):
+    options = {"width": 4} if name == "resnet18-gn" else {}
+    shape, classes = ((3, 24, 1), None) if name in ("wind-cnn", "linear") else ((1, 28, 28), 10)
+    case = build(lambda: nets.build(name, shape, classes, 0, **options), shape, classes, rows=6)
+    loss = "squared" if classes is None else "cross-entropy"
+    work, what = (
+        works(case, clients=2, steps=1, batch=2),
+        plan(steps=1, loss=loss, clip="layer", noise="gaussian"),
+    )
+    expected = train(local, case, work, what, engine="reference")
+    for engine in ("auto", "torch", "functional"):
+        assert largest_difference(expected, train(local, case, work, what, engine=engine)) < 1e-5, engine

@@ -58,14 +58,16 @@ class Net:
     def gradients(self, weights: Tensor, x: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
         """Per-example gradients [B, P] and losses [B] of one client."""
 
-        def value(vector: Tensor, image: Tensor, target: Tensor) -> Tensor:
-            output = functional_call(self.module, unflatten(vector, self.layout), (image[None],))
+        def value(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
+            output = functional_call(self.module, parameters, (image[None],))
             if loss == "cross-entropy":
                 return nn.functional.cross_entropy(output, target.long().reshape(1))
             return nn.functional.mse_loss(output.reshape(-1), target.to(output.dtype).reshape(-1))
 
+        parameters = unflatten(weights, self.layout)
         with torch.enable_grad():
-            found, losses = vmap(grad_and_value(value), in_dims=(None, 0, 0))(weights, x, y)
+            by_name, losses = vmap(grad_and_value(value), in_dims=(None, 0, 0))(parameters, x, y)
+        found = torch.cat([by_name[name].flatten(1) for name in self.layout.names], 1)
         return found.detach(), losses.detach()
 
     def clipped(

@@ -126,16 +126,17 @@ def example_gradient(
     module: nn.Module, layout: Layout, weights: torch.Tensor, x: Any, y: Any, loss: str
 ) -> tuple[float, torch.Tensor]:
     """Loss and flat gradient of one example at `weights`, by plain autograd."""
-    leaf = weights.detach().clone().requires_grad_()
-    image = torch.as_tensor(np.asarray(x)).to(leaf.dtype)[None]
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in unflatten(weights, layout).items()}
+    image = torch.as_tensor(np.asarray(x)).to(weights.dtype)[None]
     with torch.enable_grad():
-        output = functional_call(module, unflatten(leaf, layout), (image,))
+        output = functional_call(module, parameters, (image,))
         if loss == "cross-entropy":
             value = nn.functional.cross_entropy(output, torch.as_tensor(np.asarray(y)).long().reshape(1))
         else:
-            target = torch.as_tensor(np.asarray(y)).to(leaf.dtype)
+            target = torch.as_tensor(np.asarray(y)).to(weights.dtype)
             value = nn.functional.mse_loss(output.reshape(-1), target.reshape(-1))
-        (gradient,) = torch.autograd.grad(value, leaf)
+        gradients = torch.autograd.grad(value, [parameters[name] for name in layout.names])
+    gradient = torch.cat([g.reshape(-1) for g in gradients])
     return value.item(), gradient
 
 
