@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds the compiled engine with AddressSanitizer and UndefinedBehaviorSanitizer in a temporary folder and runs
+# its tests on that build. Takes a few minutes.   Usage: [PYTHON=…] bash tests/native_sanitize.sh [pytest arguments]
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cmake -S "$root" -B "$work/build" -DFEDVEIL_SANITIZE=ON -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" > "$work/cmake.log" \
+  || { cat "$work/cmake.log"; exit 1; }
+cmake --build "$work/build" -j "${JOBS:-1}" > "$work/build.log" || { cat "$work/build.log"; exit 1; }
+# A copy of the package with the checked build in it, before any installed one.
+mkdir "$work/package"
+cp -r "$root/src/fedveil" "$work/package/fedveil"
+rm -f "$work/package/fedveil/"_native*
+cp "$work/build/"_native*.so "$work/package/fedveil/"
+cat > "$work/package/conftest_sanitized.py" <<'PYTHON'
+from fedveil import _native
+assert "/package/fedveil/" in _native.__file__, _native.__file__
+PYTHON
+compiler=${CXX:-c++}
+cd "$root"
+# Leaks are those of the interpreter and torch; ours would be allocations in module.cpp, all owned by containers.
+LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so) $($compiler -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  PYTHONPATH="$work/package" OMP_NUM_THREADS=1 \
+  "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/learning/test_native.py tests/learning/test_noise.py "$@"
+echo "AddressSanitizer and UndefinedBehaviorSanitizer: clean"
