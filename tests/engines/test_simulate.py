@@ -281,3 +281,16 @@ def test_a_full_disk_is_a_clear_error_and_the_run_goes_on_afterwards(tmp_path):
     again = run(load_config("fed-cdp", changes), folder, resume=True)
     assert np.array_equal(weights(tmp_path / "whole"), weights(folder))
     assert _epsilons(again) == pytest.approx(_epsilons(whole))
+
+
+def test_a_ledger_that_was_cut_or_taken_away_is_not_continued(tmp_path):
+    changes = [*SMALL, "rounds=3"]
+    run(load_config("fed-cdp", changes), tmp_path / "run")
+    path = tmp_path / "run" / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))  # a whole record less: the chain alone cannot tell
+    with pytest.raises(UserError, match="checkpoint"):
+        run(load_config("fed-cdp", changes), tmp_path / "run", resume=True)
+    path.unlink()
+    with pytest.raises(UserError, match="gone"):
+        run(load_config("fed-cdp", changes), tmp_path / "run", resume=True)

@@ -303,7 +303,7 @@ def run(
                 prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
             )
             if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
-                store.save_checkpoint(folder / "checkpoints", state)
+                store.save_checkpoint(folder / "checkpoints", state, ledger.head)
             if done:
                 stop = done
                 break
@@ -363,9 +363,15 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
 
 
 def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
-    path = folder / "ledger.jsonl"
+    """Continue the run's ledger, which must still hold what the newest checkpoint saw; or start it."""
+    path, head = folder / "ledger.jsonl", store.ledger_head(folder / "checkpoints")
     if path.exists():
-        return Ledger.open(path)
+        return Ledger.open(path, head)
+    if head is not None:
+        raise UserError(
+            f"{path} is gone, but the run has checkpoints: what was released can no longer be counted. Put the ledger "
+            "back, or start a new run"
+        )
     return Ledger.create(path, header_of(prepared))
 
 
@@ -511,7 +517,7 @@ def finish(
     task, data, config = prepared.task, prepared.dataset, prepared.config
     weights = model_weights(state)
     if state.round and state.round not in store.checkpoints(folder / "checkpoints"):
-        store.save_checkpoint(folder / "checkpoints", state)
+        store.save_checkpoint(folder / "checkpoints", state, ledger.head)
     save_model(folder / "model.safetensors", weights, task.layout)
     found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
     result = {

@@ -99,8 +99,11 @@ def keep_rounds(path: Path, last: int) -> None:
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
-def save_checkpoint(folder: Path, state: State) -> None:
-    """One State as safetensors plus JSON. The JSON is written last and names the data's size: it commits."""
+def save_checkpoint(folder: Path, state: State, head: tuple[int, str] | None = None) -> None:
+    """One State as safetensors plus JSON. The JSON is written last and names the data's size: it commits.
+
+    head: number and hash of the ledger's last record, so that a ledger that was cut or exchanged is found.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {"weights": state.weights}
     arrays.update({f"server.{name}": np.atleast_1d(value) for name, value in state.server.items()})
@@ -110,7 +113,7 @@ def save_checkpoint(folder: Path, state: State) -> None:
     write_atomic(stem.with_suffix(".safetensors"), blob)
     write_atomic(
         stem.with_suffix(".json"),
-        json.dumps({"round": state.round, "bytes": len(blob), "scalars": scalars}).encode(),
+        json.dumps({"round": state.round, "bytes": len(blob), "scalars": scalars, "ledger": head}).encode(),
     )
 
 
@@ -119,6 +122,15 @@ def checkpoints(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(m.group(1)) for item in folder.iterdir() if (m := _NAME.search(item.name)))
+
+
+def ledger_head(folder: Path) -> tuple[int, str] | None:
+    """The ledger record that the newest checkpoint saw, if there is one."""
+    known = checkpoints(folder)
+    if not known:
+        return None
+    head = read_json(folder / f"round-{known[-1]:06d}.json").get("ledger")
+    return None if head is None else (int(head[0]), str(head[1]))
 
 
 def load_checkpoint(folder: Path, round_number: int) -> State:

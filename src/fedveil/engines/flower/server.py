@@ -134,7 +134,7 @@ def serve(
             facts["sat_out"] = len(drawn) - len(clients)
             seconds = time.perf_counter() - clock
             done = simulate.record_round(prepared, folder, ledger, state, facts, {}, seconds, on_round)
-            store.save_checkpoint(folder / "checkpoints", state)
+            store.save_checkpoint(folder / "checkpoints", state, ledger.head)
             _say(f"round {state.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
             if done:
                 stop = done
