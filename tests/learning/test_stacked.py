@@ -265,3 +265,23 @@ def test_chunks_follow_the_cache_and_no_work_gives_no_rows():
     assert 1 <= stacked.chunk_for(image, 5) < 10
     empty = train(stacked, mlp(), [], plan())
     assert empty.delta.shape == (0, small.layout.size) and empty.norm_max.shape == (0, 3)
+
+
+@pytest.mark.parametrize("noise", ["none", "gaussian"])
+def test_a_client_without_data_is_a_client_with_empty_batches(noise):
+    case, what = mlp(), plan(clip="layer", noise=noise)
+    work = works(case, clients=3)
+    work[1] = replace(work[1], rows=np.zeros((3, 0), np.int32))
+    result = train(stacked, case, work, what, dtype=torch.float64)
+    assert result.examples.tolist() == [12, 0, 12] and result.finite.all()
+    assert np.any(result.delta[1]) == (noise == "gaussian")
+    assert largest_difference(train(reference, case, work, what, dtype=torch.float64), result) < 1e-11
+
+
+def test_no_steps_change_nothing_and_missing_steps_are_refused():
+    case = mlp()
+    work = works(case, clients=2, steps=2)
+    with pytest.raises(UserError, match="rows for 2 steps, but the plan has 3"):
+        train(stacked, case, work, plan())
+    nothing = [replace(w, rows=w.rows[:0]) for w in work]
+    assert not np.any(train(stacked, case, nothing, plan(steps=0)).delta)

@@ -122,6 +122,10 @@ def run(
     """Train the clients of `work` as one stack, or as few as their kinds of vectors allow."""
     kinds: dict[tuple[bool, ...], list[int]] = {}
     for k, one in enumerate(work):
+        if len(one.rows) != plan.steps:
+            raise UserError(
+                f"client {one.client} has rows for {len(one.rows)} steps, but the plan has {plan.steps}."
+            )
         kind = tuple(v is not None for v in (one.control, one.anchor, one.shift, one.scale))
         kinds.setdefault(kind, []).append(k)
     with torch.no_grad():
@@ -272,7 +276,7 @@ def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarr
 
 def _widths(counts: np.ndarray) -> np.ndarray:
     """Width of each step's pass: the count itself below 16 or when it never changes, else at most 1/8 more."""
-    if (counts == counts[0]).all():
+    if counts.size == 0 or (counts == counts[0]).all():
         return counts
     quantum = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(int) // 8)
     return -(-counts // quantum) * quantum

@@ -6,6 +6,7 @@ clients, and results would depend on the chunk.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,8 @@ def train(
         raise UserError(f"This model cannot be trained with per-example gradients: {reason}.")
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     layout = layout_of(module)
-    net = Net(module.to(device), layout, max(1, _NUMBERS // max(layout.size, 1)))
+    module = module if device == "cpu" else copy.deepcopy(module).to(device)
+    net = Net(module, layout, max(1, _NUMBERS // max(layout.size, 1)))
     with torch.no_grad():
         first = torch.as_tensor(np.array(start)).to(device, dtype)
         outputs = functional_call(

@@ -164,6 +164,8 @@ def stream(
         if name == "reference"
         else {"dtype": dtype, "chunk": size, "device": device, "norms": norms}
     )
+    if device != "cpu":
+        x, y = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)  # once, not per chunk
     if count == 1:
         for part in chunks:
             with _one_thread():
@@ -182,8 +184,7 @@ def _engine(name: str) -> ModuleType:
 def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork) -> int:
     if name != "stacked":
         return 1
-    width = int(np.ceil((first.rows >= 0).sum(1).mean())) if first.rows.size else 1
-    return stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), width)
+    return stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), stacked.typical_width(first))
 
 
 def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:

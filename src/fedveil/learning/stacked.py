@@ -285,6 +285,11 @@ def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:
     return Net(layout, layers, max(1, _CACHE // max(cost, 1)), cost, out.shape[1:])
 
 
+def typical_width(work: ClientWork) -> int:
+    """A client's mean batch, rounded up; at least 1."""
+    return max(1, math.ceil((work.rows >= 0).sum() / max(len(work.rows), 1)))
+
+
 def chunk_for(net: Net, width: int) -> int:
     """How many clients with batches of `width` rows share a stack: as many as the cache holds, at most 64."""
     per_client = net.row_cost * min(max(width, 1), net.rows) + 3 * net.layout.size
@@ -313,8 +318,7 @@ def train(
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     net = compile_net(module, data.shape[1:])
     descent.check_targets(net.outputs, targets, plan.loss)
-    width = math.ceil(max((w.rows >= 0).sum(1).mean() for w in work)) if work else 1
-    size = chunk or chunk_for(net, width)
+    size = chunk or chunk_for(net, max(map(typical_width, work), default=1))
     parts = [
         descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)
         for at in range(0, len(work), size)
