@@ -1,6 +1,6 @@
 """CPU per victim: our batched attack against one-by-one torch.optim.LBFGS, in one interleaved run.
 
-    FEDVEIL_DATA=... python bench/attack_bench.py [--victims 32] [--rounds 2]
+    FEDVEIL_DATA=... python bench/attack_bench.py [--victims 32] [--rounds 2] [--wolfe]
 
 Both attack the same untrained CPL LeNet with the same victims and inferred labels on one thread. The one-by-one
 attack is the published one: patterned start, squared distance, torch's L-BFGS (learning rate 1, up to 300 steps of
@@ -59,6 +59,7 @@ def main() -> None:
     options.add_argument("--victims", type=int, default=32)
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--wolfe", action="store_true", help="also race torch's strong-Wolfe line search")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     data = load("mnist")
@@ -85,7 +86,10 @@ def main() -> None:
 
     share = np.array_split(np.arange(chosen.victims), chosen.rounds)
     for part in share:
-        for name, search in (("torch one by one", None), ("torch one by one, strong Wolfe", "strong_wolfe")):
+        searches = {"torch one by one": None} | (
+            {"torch one by one, strong Wolfe": "strong_wolfe"} if chosen.wolfe else {}
+        )
+        for name, search in searches.items():
             for v in part:
                 began = time.process_time()
                 guess = one_by_one(net, leak.values[v], labels[v], start[v : v + 1], search)

@@ -37,8 +37,8 @@ Distance = Literal["squared", "balanced", "cosine"]
 Watch = Callable[[Tensor, Tensor, Tensor], None]
 """(victims, images, iteration of each): measurement only"""
 
-SOLVED = 1e-5  # matching loss relative to the leak's own size below which a victim counts as solved
-NEAR = 1e-4  # below this another start would not help: the image is there, only not polished
+SOLVED = 3e-6  # matching loss relative to the leak's own size below which a victim counts as solved
+NEAR = 2e-5  # below this another start would not help: the image is there, only not polished
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 
