@@ -123,17 +123,17 @@ def test_an_audit_costs_less_than_twice_the_run(tmp_path):
     simulate(config, tmp_path / "run")
     usual = time.process_time() - began
     began = time.process_time()
-    _, facts = audit(config, ledger=Ledger.read(tmp_path / "run" / "ledger.jsonl"), canaries=200)
+    _, facts = audit(config, ledger=Ledger.read(tmp_path / "run" / "ledger.jsonl"), canaries=120)
     assert facts["engine"] == "native" or facts["engine"] == prepare(config).engine
     assert time.process_time() - began < 2 * usual
 
 
 def test_convolutions_get_their_slots_beside_the_model():
-    found, facts = audit(configure(model="cpl-lenet", clients=2), canaries=120)
+    found, facts = audit(configure(model="cpl-lenet", clients=10), canaries=120)
     assert found.verdict != "promise broken" and facts["engine"] == "functional"
     broken, _ = audit(
-        configure(model="cpl-lenet", clients=2),
-        practice=configure({"sigma": 0.2}, model="cpl-lenet", clients=2),
-        canaries=200,
+        configure(model="cpl-lenet", clients=10),
+        practice=configure({"sigma": 0.2}, model="cpl-lenet", clients=10),
+        canaries=120,
     )
     assert broken.verdict == "promise broken"
