@@ -154,7 +154,7 @@ class Watcher:
                         self.nearest[row] = (float(error[k]), guess[k].copy())
         for mark in self.marks:
             for k in np.flatnonzero((which < self.show) & (when == mark)).tolist():
-                board = self.pictures.setdefault(mark, np.zeros((self.show, *guess.shape[1:]), np.float32))
+                board = self.pictures.setdefault(mark, np.full((self.show, *guess.shape[1:]), np.nan, np.float32))
                 board[which[k]] = guess[k]
 
 
@@ -305,6 +305,14 @@ def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[st
     return list(done.values())
 
 
+def _title(outcome: Outcome) -> str:
+    figures = outcome.figures
+    title = str(figures.get("recipe", "reconstruction"))
+    if figures.get("noise_on") == "example":
+        title += ", noise per example"
+    return title + (f", round {figures['round']}" if figures.get("round") else "")
+
+
 def gallery(outcomes: Mapping[str, Outcome], path: Path, show: int = 6) -> None:
     """One picture: originals on top, then each recipe's final reconstructions and those on the way."""
     import matplotlib
@@ -315,8 +323,12 @@ def gallery(outcomes: Mapping[str, Outcome], path: Path, show: int = 6) -> None:
     first = next(iter(outcomes.values()))
     show = min(show, len(first.truth))
     strips: list[tuple[str, np.ndarray]] = [("original", first.truth[:show, 0])]
-    for name, outcome in outcomes.items():
-        strips += [(f"{name}, step {k}", outcome.pictures[k][:show, 0]) for k in sorted(outcome.pictures)]
+    for outcome in outcomes.values():
+        name = _title(outcome)
+        for k in sorted(outcome.pictures):
+            at = outcome.pictures[k][:show, 0]
+            ended = np.isnan(at)  # victims that were done before this step keep their image
+            strips.append((f"{name}, step {k}", np.where(ended, outcome.guess[:show, 0], at)))
         strips.append((f"{name}, kept", outcome.guess[:show, 0]))
     figure, axes = pyplot.subplots(
         len(strips), show, figsize=(1.0 * show + 1.6, 1.0 * len(strips)), squeeze=False, layout="constrained"
