@@ -154,7 +154,9 @@ class Watcher:
                         self.nearest[row] = (float(error[k]), guess[k].copy())
         for mark in self.marks:
             for k in np.flatnonzero((which < self.show) & (when == mark)).tolist():
-                board = self.pictures.setdefault(mark, np.full((self.show, *guess.shape[1:]), np.nan, np.float32))
+                board = self.pictures.setdefault(
+                    mark, np.full((self.show, *guess.shape[1:]), np.nan, np.float32)
+                )
                 board[which[k]] = guess[k]
 
 
