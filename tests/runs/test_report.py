@@ -340,3 +340,9 @@ def test_a_broken_promise_is_not_drawn_green() -> None:
         {"kind": "audit", "data": {"epsilon_lower": 0.1, "epsilon_promised": 1.0, "status": "nominal"}}
     )
     assert 'class="mark nominal"' in card["chart"]
+
+
+def test_a_sound_but_useless_epsilon_is_not_reassuring() -> None:
+    assert words.strength(8260.0, "sound") == words.HARDLY == words.strength(10.1, "sound")
+    assert words.strength(0.5, "sound") == "strong" and words.strength(0.5, "nominal") == ""
+    assert "hardly at all" in words.meaning(8260.0, 1e-5, "sound")

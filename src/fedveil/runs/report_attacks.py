@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -46,8 +46,8 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
 REPEATED = {("gradient", "mse"), ("gradient", "psnr")}  # said by RMSE already
 
 
-def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template shows about one attack."""
+def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the template shows about one attack; `rows` of the ledger say what its seat was promised."""
     kind = card["kind"]
     title, what = ATTACKS.get(kind, (kind, "An attack on this run."))
     out: dict[str, Any] = {
@@ -66,6 +66,7 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
         "reason": "",
         "not_done": "",
         "methods": [],
+        "seat": "",
     }
     data = card.get("data")
     if data is None:
@@ -91,6 +92,7 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
         ]  # fmt: skip
     named = [str(data[k]) for k in ("method", "tap", "recipe", "round") if data.get(k) is not None]
     out["setting"] = " · ".join(f"round {v}" if v.isdigit() else v for v in named)
+    out["seat"] = seat_of(kind, str(data.get("tap", "")), rows)
     out["image"] = card.get("image")
     curves = roc_curves(data)
     if curves:
@@ -109,6 +111,27 @@ def attack_card(card: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(methods, Mapping):
         out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
     return out
+
+
+SEATS = {
+    "type2": ("client-process", "gradients of single records, in a client's memory while it trains"),
+    "type1": ("client-process", "a client's update before the client protects it"),
+    "type0": ("server", "a client's upload, as the server receives it"),
+    "type0-sanitised": ("participants", "what is left after the server has noised it"),
+}
+
+
+def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where the attacker sat, and what that seat is promised: an attack elsewhere does not contradict a promise."""
+    if kind in ("membership", "attribute", "decoder"):
+        observer, saw = "public", "the final model"
+    elif tap in SEATS:
+        observer, saw = SEATS[tap]
+    else:
+        return ""
+    held = [r for r in rows if (r["observer"], r["unit"], r["verdict"]) == (observer, "example", "sound")]
+    promised = f"sound ε ≤ {short(held[0]['epsilon'])} per example" if held else "nothing sound, per example"
+    return f"Seen: {saw}. This is the seat of “{observer}”; it was promised {promised}."
 
 
 def roc_curves(data: Mapping[str, Any]) -> list[Series]:

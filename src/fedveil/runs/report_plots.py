@@ -188,12 +188,11 @@ def lines(
     if hline:
         body.append(
             Markup(
-                '<line class="guide" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                '<text x="{}" y="{t:.1f}" text-anchor="end">{}</text>'
+                '<line class="guide" x1="{}" x2="{}" y1="{y:.1f}" y2="{y:.1f}"/><text x="{}" y="{t:.1f}">{}</text>'
             ).format(
-                LEFT, WIDTH - RIGHT, WIDTH - RIGHT, hline[1], y=axes.at_y(hline[0]), t=axes.at_y(hline[0]) - 4
+                LEFT, WIDTH - RIGHT, LEFT + 4, hline[1], y=axes.at_y(hline[0]), t=axes.at_y(hline[0]) - 4
             )
-        )
+        )  # fmt: skip
     for s in series:
         body.append(_path(s, axes))
     hover = {

@@ -41,7 +41,7 @@ def view(facts: Facts, private: bool) -> dict[str, Any]:
         "epsilons": epsilon_chart(facts),
         "settings": settings_charts(facts),
         "steady": steady(facts),
-        "attacks": [attack_card(card) for card in facts.attacks],
+        "attacks": [attack_card(card, facts.promise.rows) for card in facts.attacks],
         "public_data": facts.public_data,
         "costs": costs(facts),
         "reproduce": reproduce(facts, private),
@@ -87,6 +87,8 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
         second = {"title": whom, "value": f"ε ≤ {short(row['epsilon'])}", "kind": "sound", "text": said}
         if facts.promise.simulated:
             second |= {"kind": "sound pending", "text": f"{said}; {words.SECRET}"}
+        if size == words.HARDLY:
+            second["kind"] += " weak"  # true, but no reason for a reassuring colour
     audits = [c["data"] for c in facts.attacks if c["kind"] == "audit" and "data" in c]
     lower = number(audits[0].get("epsilon_lower")) if audits else None
     if lower is not None:
@@ -221,6 +223,7 @@ def promise_table(facts: Facts) -> dict[str, Any]:
                         **row,
                         "meaning": words.meaning(row["epsilon"], row["delta"], row["verdict"]),
                         "pending": row["verdict"] == "sound" and row["simulated"],
+                        "weak": words.strength(row["epsilon"], row["verdict"]) == words.HARDLY,
                         "strength": words.strength(row["epsilon"], row["verdict"]),
                         "plain": words.in_plain_words(row["reason"]),
                         "note": notes.setdefault(row["reason"], len(notes) + 1) if row["reason"] else 0,

@@ -21,6 +21,7 @@ VERDICTS = {
     "nominal": "counted as a paper counts it, but not a guarantee",
     "none": "no promise: this observer may learn everything",
 }
+HARDLY = "very weak"
 SECRET = "holds when deployed with secret noise"
 ACCOUNTANTS = {
     "pld": "privacy-loss distributions (tightest)",
@@ -113,7 +114,7 @@ def strength(epsilon: float | None, verdict: str) -> str:
     if verdict != "sound" or epsilon is None:
         return ""
     return (
-        "strong" if epsilon <= 1 else "moderate" if epsilon <= 4 else "weak" if epsilon <= 10 else "very weak"
+        "strong" if epsilon <= 1 else "moderate" if epsilon <= 3 else "weak" if epsilon <= 10 else "very weak"
     )
 
 

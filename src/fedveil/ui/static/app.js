@@ -36,7 +36,7 @@ const share = (value) => value === null || value === undefined ? "–" : (100 * 
 const outcome = (run) => run.metric === "rmse" ? number(run.result, 4) + " RMSE" : share(run.result);
 const time = (s) => s === null || s === undefined ? "–" : s < 1 ? Math.round(1000 * s) + " ms" : s < 120 ? s.toFixed(1) + " s" : s < 7200 ? (s / 60).toFixed(1) + " min" : (s / 3600).toFixed(1) + " h";
 const MARKS = { sound: "✓ ", nominal: "≈ ", none: "✕ " };
-const badge = (verdict, pending) => h("span", { class: "badge " + verdict + (pending && verdict === "sound" ? " pending" : "") }, (MARKS[verdict] || "") + verdict);
+const badge = (verdict, pending, weak) => h("span", { class: "badge " + verdict + (pending && verdict === "sound" ? " pending" : "") + (weak && verdict === "sound" ? " weak" : "") }, (MARKS[verdict] || "") + verdict);
 const link = (id) => "#/run?id=" + encodeURIComponent(id);
 const reportOf = (ids, secret) => "/report?" + [...ids].map((id) => "id=" + encodeURIComponent(id)).join("&") + (secret ? "&private=true" : "");
 const failed = (error) => h("p", { class: "error", role: "alert" }, error.message);
@@ -53,7 +53,7 @@ function charts(list) {
 function promiseOf(run) {
   if (!run.verdict) return h("span", { class: "muted" }, "–");
   const value = run.epsilon === null || run.epsilon === undefined ? null : h("span", { class: "epsilon" }, "ε " + (run.verdict === "sound" ? "≤ " : "= ") + number(run.epsilon));
-  return h("span", {}, badge(run.verdict, run.simulated), value, h("span", { class: "sub" }, run.observer));
+  return h("span", {}, badge(run.verdict, run.simulated, run.epsilon > 10), value, h("span", { class: "sub" }, run.observer));
 }
 
 function runRow(run, changed) {
@@ -148,7 +148,7 @@ function promiseTable(table) {
     h("caption", { class: "visually-hidden" }, "What each observer can learn"),
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Who looks"), ...table.units.map(([unit, text]) => h("th", { scope: "col" }, "about one " + unit + ": " + text)))),
     h("tbody", {}, table.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.observer, h("span", { class: "sub" }, line.who)),
-      ...line.cells.map((cell) => h("td", {}, cell.map((c) => h("div", { class: "claim" }, badge(c.verdict, c.pending),
+      ...line.cells.map((cell) => h("td", {}, cell.map((c) => h("div", { class: "claim" }, badge(c.verdict, c.pending, c.weak),
         c.epsilon === null ? null : h("span", { class: "epsilon" }, "ε " + (c.verdict === "sound" ? "≤ " : "= ") + number(c.epsilon)),
         h("div", { class: "why" }, c.meaning + (c.reason ? ". Why: " + (c.plain || c.reason) : "") + (c.pending ? "; " + table.secret : "") + "."))), cell.length ? null : h("span", { class: "muted small" }, "no claim")))))));
 }
@@ -222,7 +222,7 @@ async function showCompare(now, query) {
     h("div", { class: "panel" }, charts([data.pareto, data.curves])),
     h("div", { class: "panel scroll gap" }, h("table", {},
       h("thead", {}, h("tr", {}, ...["Run", "Data"].map((t) => h("th", { scope: "col" }, t)), h("th", { scope: "col", class: "right" }, "Result"), h("th", { scope: "col" }, "Promise"), ...["ε sound", "ε nominal", "Rounds", "Time"].map((t) => h("th", { scope: "col", class: "right" }, t)))),
-      h("tbody", {}, data.rows.map((r) => h("tr", {}, h("td", { class: "name" }, h("a", { href: link(r.id) }, r.name), h("span", { class: "sub" }, r.recipe)), h("td", {}, r.dataset), h("td", { class: "right" }, r.result), h("td", {}, badge(r.verdict, r.pending), h("span", { class: "sub" }, r.observer + ", per " + r.unit)), h("td", { class: "right" }, r.sound === null ? "none" : number(r.sound)), h("td", { class: "right" }, number(r.nominal)), h("td", { class: "right" }, String(r.rounds)), h("td", { class: "right" }, time(r.seconds))))))));
+      h("tbody", {}, data.rows.map((r) => h("tr", {}, h("td", { class: "name" }, h("a", { href: link(r.id) }, r.name), h("span", { class: "sub" }, r.recipe)), h("td", {}, r.dataset), h("td", { class: "right" }, r.result), h("td", {}, badge(r.verdict, r.pending, r.sound > 10), h("span", { class: "sub" }, r.observer + ", per " + r.unit)), h("td", { class: "right" }, r.sound === null ? "none" : number(r.sound)), h("td", { class: "right" }, number(r.nominal)), h("td", { class: "right" }, String(r.rounds)), h("td", { class: "right" }, time(r.seconds))))))));
   main.querySelector("h1").focus({ preventScroll: true });
 }
 
@@ -255,7 +255,7 @@ async function showCalculator(now) {
       out.replaceChildren(h("div", { class: "panel scroll" }, h("table", {},
         h("caption", { class: "visually-hidden" }, "Epsilon by accountant"),
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Accountant"), h("th", { scope: "col", class: "right" }, "ε"), h("th", { scope: "col", class: "right" }, "δ paid"), h("th", { scope: "col" }, "Verdict"), h("th", { scope: "col" }, "What it means"))),
-        h("tbody", {}, rows.map((r) => h("tr", {}, h("th", { scope: "row" }, r.accountant, h("span", { class: "sub" }, r.title)), h("td", { class: "right" }, r.epsilon === null ? "none" : number(r.epsilon, 4)), h("td", { class: "right" }, number(r.delta)), h("td", {}, badge(r.verdict)), h("td", {}, (r.strength ? r.strength + ": " : "") + r.meaning, h("span", { class: "sub" }, r.reason))))))),
+        h("tbody", {}, rows.map((r) => h("tr", {}, h("th", { scope: "row" }, r.accountant, h("span", { class: "sub" }, r.title)), h("td", { class: "right" }, r.epsilon === null ? "none" : number(r.epsilon, 4)), h("td", { class: "right" }, number(r.delta)), h("td", {}, badge(r.verdict, false, r.epsilon > 10)), h("td", {}, (r.strength ? r.strength + ": " : "") + r.meaning, h("span", { class: "sub" }, r.reason))))))),
         h("p", { class: "small muted gap" }, "Sound rows are all valid at once; the smallest one is the tightest. Nominal rows guarantee nothing."));
     } catch (error) { if (mine === asked && now === visit) out.replaceChildren(failed(error)); }
   }
