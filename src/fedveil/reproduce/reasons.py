@@ -1,0 +1,64 @@
+"""Known reasons why a printed number comes out, or does not."""
+
+REASONS: dict[str, str] = {
+    "base-rounded": "comes out with the step's epsilon rounded to 0.807; unrounded it is 123.457 per 10,000 steps",
+    "step-offset": "printed for one step more or less than stated; the offset differs from row to row",
+    "advc-drv": "comes out with the Dwork-Rothblum-Vadhan form and a rounded step epsilon, not with the printed "
+    "equation (tanh form), which gives 6.686 for 10,000 steps",
+    "delta-paid": "holds at delta 1.01e-3, not 1e-5: each sampled step also pays q·delta",
+    "zcdp": "q²/sigma² is not a valid amplification of zCDP; the number is nominal",
+    "old-conversion": "moments accountant with Mironov's first conversion; today's conversion gives 0.659 for "
+    "10,000 steps, PLD 0.601",
+    "nominal-q": "nominal: q = B·K/|D| is not a Poisson rate here (the steps of a round share one client draw)",
+    "t-plus-one": "comes out with one round more than stated",
+    "t-steps": "L·T steps, none extra",
+    "one-extra": "comes out with one step more than L·T",
+    "client-level": "client level equals record level in the paper; that is false (the unit differs)",
+    "copied-0.147": "not reproduced: 4 steps at q = 0.1 give 0.2065; 0.147 is the Fed-CDP number of the earlier paper",
+    "unknown-0.138": "not reproduced: 300 or 301 steps give 0.1467 and 0.1469; no setting found that gives 0.138",
+    "condition-q": "q = 0.1 fails the paper's own condition q < 1/(16 sigma); the accountant does not need it",
+    "authors-schedule": "comes out with the schedule of the authors' accounting code, not with sigma 15 → 4.85 "
+    "of the text",
+    "zero-based": "printed as an index counted from 0",
+    "advc-mixed": "budget from one form of advanced composition, spending from another; consistent accounting "
+    "stops 500 or more steps earlier",
+    "cyclic": "not reproduced: the cyclic schedule behind the number is not given (the printed formula drives sigma "
+    "to 0.09, where epsilon explodes)",
+    "t8-rounds": "not reproduced: schedules scaled to these rounds stop at 57 (LFW) and 10 (Adult) rounds",
+    "text-schedule": "with the schedule as written the budget is not used up in 100 rounds",
+    "ceil-100": "rounds = iterations / 100, rounded up",
+    "data-dependent": "not recomputable: sigma follows the data, so the number is no guarantee and depends on the run",
+    "not-one-sigma": "not reproduced: no single sigma gives these five numbers (BaseC implies 2.62, zCDP 1.79, "
+    "MA 0.65)",
+    "literal-noise": "noise of sigma·S on the batch sum, as in the paper's epsilon, is far above the gradient: "
+    "at learning rate 0.05 the model stays at chance, so the printed accuracy needs other noise than stated",
+    "central-noise": "batch, learning rate and place of the noise are read from the text; the learning rate is not "
+    "printed (0.05 used)",
+    "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
+    "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
+    "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
+    "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare ratios, not milliseconds",
+    "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
+    "threshold": "the paper counts MSE < 0.70 as success, which a black image passes; ours is MSE < 0.01 and "
+    "SSIM > 0.8",
+    "type2-sum": "with noise on the batch sum the per-example gradient is never noised: type 2 reads it clipped",
+    "type2-example": "noise on every example (P1 Alg. 2): what type 2 reads is noised",
+    "raw-upload": "Fed-SDP noises at the server: what arrives there (type 0) is raw; the paper counts the sanitised one",
+    "clip-visible": "a clipped gradient without noise still shows the image: the attack knows the clip",
+    "no-numbers": "the figure prints no numbers; its statement is compared",
+    "ldp-epsilon": "epsilon is per reported weight; for a client it adds up to d·T·epsilon",
+    "ldp-model": "model and local epochs are not fully given: two-convolution CNN, E = 5 local epochs of batches of 10",
+    "harmonizer": "noise calibrated so that the server's sound epsilon is as stated; the published code has no "
+    "accountant and its Staircase sampler is not what the text says",
+    "staircase-vector": "per-coordinate Staircase needs far more noise in thousands of dimensions than the scalar "
+    "formula of the paper; the joint Staircase is used",
+    "resnet-gn": "ResNet-18 with GroupNorm (BatchNorm has no per-example gradient)",
+    "canary-missing": "membership by designed canary images is measured with `fedveil audit`; here LiRA's online form",
+    "range-pixels": "pixel range differs: ours is MSE on [0, 1]; the paper's values above 1 need standardised pixels",
+    "flower-time": "the paper's seconds are on Flower with GPUs; ours is the simulator, one core",
+}
+
+
+def explain(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of some reasons."""
+    return tuple(REASONS[key] for key in keys)

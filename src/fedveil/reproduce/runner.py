@@ -1,0 +1,177 @@
+"""Run the jobs of a table one by one, keep each as a line of JSON, and set ours beside the paper's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedveil.errors import UserError
+from fedveil.reproduce import jobs, settings
+from fedveil.reproduce.cells import Cell, Entry, Job, Row, key_of, seeded, settings_of
+from fedveil.reproduce.reasons import explain
+
+Scale = Literal["small", "paper"]
+SMALL_BUDGET = 420.0  # estimated seconds on one core that a small table may take; leaves room below ten minutes
+Progress = Callable[[int, int, float, str], None]
+"""(finished jobs, all jobs, seconds left, what runs now)"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job as it will run: possibly shrunk, possibly left out."""
+
+    printed: Job
+    job: Job
+    shrunk: str
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The jobs of an entry at a scale."""
+
+    entry: Entry
+    scale: Scale
+    seeds: int
+    jobs: tuple[Planned, ...]
+
+    @property
+    def runs(self) -> list[tuple[Job, int]]:
+        """Each job with each seed, once."""
+        found = [
+            (p.job, seed) for p in self.jobs if not p.skipped for seed in range(self.seeds if seeded(p.job) else 1)
+        ]
+        return list(dict.fromkeys(found))
+
+    def seconds(self, done: Mapping[str, Any] = {}) -> float:
+        """Estimated seconds for what is not done."""
+        return sum(settings.seconds(job) for job, seed in self.runs if key_of(job, seed) not in done)
+
+
+def plan(entry: Entry, scale: Scale = "small", seeds: int = 1) -> Plan:
+    """Shrink all jobs of the entry by the same level, the first at which the table fits the small budget."""
+    if seeds < 1:
+        raise UserError(f"--seeds {seeds}: give 1 or more")
+    wanted = entry.jobs()
+    if scale == "paper":
+        return Plan(entry, scale, seeds, tuple(Planned(job, job, "") for job in wanted))
+    level = 1
+    while level < settings.LEVELS and _total(wanted, level) > SMALL_BUDGET:
+        level += 1
+    planned, spent = [], 0.0
+    for job in wanted:
+        small, said = settings.shrink(job, level)
+        spent += settings.seconds(small)
+        if spent > SMALL_BUDGET:
+            planned.append(Planned(job, small, "left out at small scale: run with --scale paper", True))
+        else:
+            planned.append(Planned(job, small, said))
+    return Plan(entry, scale, seeds, tuple(planned))
+
+
+def _total(wanted: list[Job], level: int) -> float:
+    return sum(settings.seconds(job) for job in {settings.shrink(job, level)[0] for job in wanted})
+
+
+def finished(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results kept in the folder, by key; a job run again counts with its last line."""
+    from fedveil.runs.store import read_lines
+
+    path = folder / "cells.jsonl"
+    return {line["key"]: line for line in read_lines(path)} if path.exists() else {}
+
+
+def run(chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None) -> dict[str, dict[str, Any]]:
+    """Run what is not done yet; returns all results by key.
+
+    A job that the data at hand do not allow is kept as failed with its reason, and tried again next time.
+    """
+    from fedveil.runs.store import append_line
+
+    folder.mkdir(parents=True, exist_ok=True)
+    done = {k: v for k, v in finished(folder).items() if "failed" not in v} if resume else {}
+    if not resume:
+        _forget_runs(chosen, folder)
+    left = [(job, seed) for job, seed in chosen.runs if key_of(job, seed) not in done]
+    estimated, real = 0.0, 0.0
+    for number, (job, seed) in enumerate(left):
+        if progress:
+            pace = real / estimated if estimated > 5 else 1.0
+            rest = pace * sum(settings.seconds(j) for j, _ in left[number:])
+            progress(number, len(left), rest, describe(job))
+        clock = time.perf_counter()
+        line: dict[str, Any] = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
+        try:
+            line["result"] = jobs.execute(job, seed, folder)
+        except UserError as wrong:
+            line["failed"] = str(wrong)
+        line["seconds"] = round(time.perf_counter() - clock, 3)
+        append_line(folder / "cells.jsonl", line)
+        done[line["key"]] = line
+        estimated, real = estimated + settings.seconds(job), real + line["seconds"]
+    if progress:
+        progress(len(left), len(left), 0.0, "")
+    return done
+
+
+def _forget_runs(chosen: Plan, folder: Path) -> None:
+    """Without --resume a run starts anew; only run directories that this command made are removed."""
+    import shutil
+
+    for job, seed in chosen.runs:
+        for one in (job, getattr(job, "train", None)):
+            place = folder / "runs" / key_of(one, seed) if one is not None else None
+            if place is not None and (place / "run.json").exists():
+                shutil.rmtree(place)
+
+
+def describe(job: Job) -> str:
+    """A few words for the progress bar."""
+    words = [type(job).__name__.lower(), getattr(job, "recipe", getattr(job, "formula", "")), getattr(job, "dataset", "")]
+    return " ".join(word for word in words if word)
+
+
+def rows(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Paper, ours, difference and why for every cell."""
+    planned = {p.printed: p for p in chosen.jobs}
+    return [_row(cell, planned[cell.job], chosen.seeds, done) for cell in chosen.entry.cells]
+
+
+def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, Any]]) -> Row:
+    keys = [key_of(planned.job, seed) for seed in range(seeds if seeded(planned.job) else 1)]
+    lines = [done[key] for key in keys if key in done and not planned.skipped]
+    values: list[float] = []
+    why = explain(cell.why)
+    for line in lines:
+        if "failed" in line:
+            why = (f"not run: {line['failed']}",)
+            continue
+        value = jobs.measure(cell.measure, line["result"], planned.job, planned.printed)
+        if value is not None:
+            values.append(value)
+        extra = line["result"].get("extra_steps")
+        if extra:
+            why = (*why, f"with {extra:+d} step; as stated it is {line['result']['as_stated']:.{cell.digits}f}")
+    ours = statistics.fmean(values) if values else None
+    if not lines and not planned.skipped:
+        why = ("not finished", *why)
+    difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) else None
+    # One unit of the last printed digit: the tables round now up, now down.
+    matches = None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
+    return Row(
+        cell.row,
+        cell.column,
+        cell.paper,
+        ours,
+        difference,
+        matches,
+        why,
+        planned.shrunk,
+        statistics.stdev(values) if len(values) > 1 else None,
+        len(values),
+        settings_of(planned.job, 0),
+    )
