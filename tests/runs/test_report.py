@@ -168,8 +168,8 @@ def attack(folder: Path) -> None:
     (folder / "attacks").mkdir()
     save = {
         "gradient": {"kind": "gradient", "success_rate": 0.4321, "label_accuracy": 1.0, "rmse": 0.1, "victims": 6},
-        "membership": {"kind": "membership", "auc": 0.5, "methods": {"rmia": {"auc": 0.61, "auc_interval": [0.58, 0.64],
-                       "roc": [[0, 0], [0.5, 0.6], [1, 1]]}, "lira": {"auc": 0.55}}},
+        "membership": {"kind": "membership", "method": "rmia", "auc": 0.61, "roc": [[0, 0], [0.5, 0.6], [1, 1]],
+                       "methods": {"rmia": {"auc": 0.61, "auc_interval": [0.58, 0.64]}, "lira": {"auc": 0.55}}},
         "audit": {"kind": "audit", "epsilon_lower": 0.31, "epsilon_promised": 1.2, "ceiling": 5.8,
                   "verdict": "promise holds", "status": "sound"},
     }  # fmt: skip

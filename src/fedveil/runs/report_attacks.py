@@ -135,9 +135,12 @@ def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def roc_curves(data: Mapping[str, Any]) -> list[Series]:
-    """One curve per compared attack, or the only one there is."""
+    """The headline attack's curve, and those of compared attacks that have one."""
     methods = data.get("methods")
-    named = methods if isinstance(methods, Mapping) else {"attack": data}
+    named = {str(data.get("method") or "attack"): data, **(methods if isinstance(methods, Mapping) else {})}
+    named |= {
+        name: data for name in list(named)[:1]
+    }  # the headline's own entry among the methods may lack the curve
     curves = []
     for tone, (name, rates) in enumerate(named.items()):
         roc = roc_of(rates) if isinstance(rates, Mapping) else None
