@@ -1,0 +1,1 @@
+#include "noise_values.inc"
