@@ -175,6 +175,16 @@ def test_layers_weaken_the_calculator_like_a_smaller_sigma() -> None:
     assert four == one
 
 
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace", "staircase", "joint-staircase"])
+@pytest.mark.parametrize(
+    "numbers", [{"sigma": 1e-3, "steps": 10**6}, {"sigma": 1e6, "rate": 1e-6, "steps": 10**7}, {"delta": 0}]
+)
+def test_extreme_numbers_are_answered(page: TestClient, mechanism: str, numbers: dict[str, float]) -> None:
+    found = page.get("/api/epsilon", params={"mechanism": mechanism, **numbers})
+    assert found.status_code == 200 and len(found.json()) == 8
+    assert all((row["epsilon"] is None) == (row["verdict"] == "none") for row in found.json())
+
+
 @pytest.mark.parametrize(
     "query",
     ["sigma=0", "sigma=-1", "sigma=nan", "sigma=inf", "rate=0", "rate=2", "delta=1", "steps=-1", "steps=99999999999",

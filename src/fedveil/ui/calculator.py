@@ -8,7 +8,7 @@ from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.privacy import checks
-from fedveil.privacy.accountants import ACCOUNTANTS, answer
+from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.runs.report_words import meaning, strength
 
@@ -51,7 +51,10 @@ def calculate(
     event = Event(Noise(mechanism, sigma / cost, norm, dimension), sampling, steps=steps)  # type: ignore[arg-type]
     rows = []
     for name, title in ACCOUNTANTS.items():
-        found = answer([event], delta, name, honest=honest)
+        try:
+            found = answer([event], delta, name, honest=honest)
+        except (ArithmeticError, ValueError):
+            found = Answer(name, None, delta, "none", "the numbers are too extreme for this method")
         value = found.epsilon if found.epsilon is not None and math.isfinite(found.epsilon) else None
         rows.append(
             {
