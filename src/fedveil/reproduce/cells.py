@@ -202,4 +202,5 @@ class Row:
     shrunk: str
     deviation: float | None = None
     seeds: int = 1
+    fitted: bool = False  # comes out only with a step more or less than stated
     settings: Mapping[str, Any] = field(default_factory=dict)

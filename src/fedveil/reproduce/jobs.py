@@ -191,8 +191,8 @@ def _attack(job: Attack, seed: int, folder: Path) -> Result:
     )  # fmt: skip
     prepared = prepare(config, _data(job.dataset, (), None))
     found = leakage.measure(
-        prepared, campaign.initial(prepared), method=job.method, tap=tap, victims=job.victims, seed=seed,
-        iterations=job.iterations,
+        prepared, campaign.initial(prepared), method=job.method,  # type: ignore[arg-type]
+        tap=tap, victims=job.victims, seed=seed, iterations=job.iterations,
     )  # fmt: skip
     pictures = folder / "pictures" / f"{key_of(job, seed)}.npz"
     pictures.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedveil.reproduce.build import FIVE, SHOWN, attack, federated, federated_time, line, noise_why
 from fedveil.reproduce.cells import Cell, Entry, Epsilon
 
@@ -46,7 +48,7 @@ def twelve(recipe: str, printed: tuple[float, ...], why: tuple[str, ...]) -> lis
     return line(recipe, columns, printed, jobs, "accuracy", why)
 
 
-def _sweep(table: dict[str, tuple[float, ...]], key: str, letter: str, values: tuple[float, ...]) -> list[Cell]:
+def _sweep(table: Mapping[str, tuple[float, ...]], key: str, letter: str, values: tuple[float, ...]) -> list[Cell]:
     cells = []
     for dataset, printed in table.items():
         jobs = [federated("fed-cdp", dataset, **{key: float(v)}) for v in values]
@@ -66,8 +68,8 @@ def _table6() -> list[Cell]:
             steps = "one-extra" if name in ("adult", "cancer") else "t-steps"
             why = ("old-conversion", steps, "nominal-q", *more)
             cells.append(Cell(f"{unit}, Fed-CDP L=100", SHOWN[name], paper, job, "epsilon", why, 4))
-    for steps in (1, 100):
-        cells += line(f"client, Fed-SDP L={steps}", NAMES, FED_SDP, server, "epsilon", ("t-plus-one", "condition-q"), 4)
+    for length in (1, 100):
+        cells += line(f"client, Fed-SDP L={length}", NAMES, FED_SDP, server, "epsilon", ("t-plus-one", "condition-q"), 4)
     return cells
 
 
@@ -82,7 +84,7 @@ def _table7() -> list[Cell]:
     cells = []
     for (tap, recipe), numbers in TABLE_7.items():
         for at, dataset in ((0, "mnist"), (2, "lfw")):
-            ways = [("", {})]
+            ways: list[tuple[str, dict[str, str]]] = [("", {})]
             if tap == "type2" and recipe.startswith("fed-cdp"):  # the two readings of where the noise goes
                 ways = [(", noise on sum", {}), (", noise on example", {"noise_on": "example", "sampling": "fixed"})]
             for said, change in ways:

@@ -171,7 +171,7 @@ def _table8() -> list[Cell]:
         for at, (name, formula) in enumerate(ACCOUNTANTS.items()):
             printed = ITERATIONS[schedule][at]
             exact = {"BaseC": 123.354, "AdvC": 7.45, "OptC": 6.74, "zCDP": 1.1588, "MA": 0.8227}[name]
-            why = ("cyclic",) if schedule == "cyclic" else ("authors-schedule",)
+            why: tuple[str, ...] = ("cyclic",) if schedule == "cyclic" else ("authors-schedule",)
             why += {"AdvC": ("advc-mixed",), "MA": ("zero-based",)}.get(name, ()) if schedule != "cyclic" else ()
             job = Stop(schedule, formula, exact)
             measure = "index" if name == "MA" else "iteration"
@@ -188,12 +188,12 @@ def _table9() -> list[Cell]:
     cells = _epsilons("dp-baseline", 10000, SPENT[10000])
     for recipe, (at, *printed) in zip(FOUR[1:], TABLE_6["mnist"][1], strict=True):
         cells += _epsilons(recipe, int(at), tuple(printed))
-    for schedule, printed in TABLE_9.items():
+    for schedule, numbers in TABLE_9.items():
         job = central("dp-dyn-s-sigma", "mnist", sigma=SIGMA[schedule])
-        for (name, formula), paper in zip(ACCOUNTANTS.items(), printed[:5], strict=True):
+        for (name, formula), paper in zip(ACCOUNTANTS.items(), numbers[:5], strict=True):
             cells.append(Cell(f"{schedule}, dp-dyn-s-sigma", name, paper, job, f"spent_to:{formula}:0.9596",
                               ("data-dependent", "text-schedule")))  # fmt: skip
-        cells.append(Cell(f"{schedule}, dp-dyn-s-sigma", "iterations", printed[5], job, "iterations_to:0.9596",
+        cells.append(Cell(f"{schedule}, dp-dyn-s-sigma", "iterations", numbers[5], job, "iterations_to:0.9596",
                           ("data-dependent",), 0))  # fmt: skip
     return cells
 

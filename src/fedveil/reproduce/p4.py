@@ -31,7 +31,7 @@ def _table1() -> list[Cell]:
     cells = []
     for (dataset, epsilon), (fixed, adaptive) in TABLE_1.items():
         row = f"{SHOWN[dataset]}, ε={epsilon}"
-        radius = {"radius": 1.0} if dataset == "cifar10" else {}
+        radius: dict[str, Any] = {"radius": 1.0} if dataset == "cifar10" else {}
         cells.append(Cell(row, "fixed", fixed, ldp(dataset, epsilon=float(epsilon), ranges="fixed", **radius),
                           "accuracy", WHY, 4))  # fmt: skip
         cells.append(Cell(row, "adaptive", adaptive, ldp(dataset, epsilon=float(epsilon), ranges="adaptive"),

@@ -44,7 +44,8 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
         return " ".join(f"[{notes.setdefault(t, len(notes) + 1)}]" for t in texts if t)
 
     lines = [f"# {entry.paper} {name_of(entry)}: {entry.title}", "", f"    {command}", ""]
-    lines += [f"Scale: {chosen.scale}. Seeds: {', '.join(map(str, range(chosen.seeds)))}. " + ", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]  # fmt: skip
+    seeds, made = ", ".join(map(str, range(chosen.seeds))), ", ".join(f"{k} {v}" for k, v in about.items())
+    lines += [f"Scale: {chosen.scale}. Seeds: {seeds}. {made}.", ""]
     if entry.statement:
         lines += [f"The paper says: {entry.statement}", ""]
     lines += [summary(rows), ""]
@@ -70,7 +71,9 @@ def summary(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if row.difference is not None]
     matching = sum(bool(row.matches) for row in compared)
     missing = sum(row.ours is None for row in rows)
+    fitted = sum(bool(row.matches and row.fitted) for row in compared)
     text = f"{matching} of {len(compared)} compared numbers come out (to one unit of the last printed digit)"
+    text += f", {fitted} of them only with one step more or less than stated" if fitted else ""
     return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
 
 

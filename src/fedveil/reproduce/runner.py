@@ -62,14 +62,16 @@ def plan(entry: Entry, scale: Scale = "small", seeds: int = 1) -> Plan:
     level = 1
     while level < settings.LEVELS and _total(wanted, level) > SMALL_BUDGET:
         level += 1
-    planned, spent = [], 0.0
-    for job in wanted:
-        small, said = settings.shrink(job, level)
-        spent += settings.seconds(small)
-        if spent > SMALL_BUDGET:
-            planned.append(Planned(job, small, "left out at small scale: run with --scale paper", True))
-        else:
-            planned.append(Planned(job, small, said))
+    small = {job: settings.shrink(job, level) for job in wanted}
+    kept, spent = set(), 0.0
+    for job in sorted(wanted, key=lambda job: settings.seconds(small[job][0])):  # the cheapest make most cells
+        spent += settings.seconds(small[job][0])
+        if spent <= SMALL_BUDGET:
+            kept.add(job)
+    left_out = "left out at small scale: run with --scale paper"
+    planned = [
+        Planned(job, small[job][0], small[job][1] if job in kept else left_out, job not in kept) for job in wanted
+    ]
     return Plan(entry, scale, seeds, tuple(planned))
 
 
@@ -145,6 +147,7 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
     keys = [key_of(planned.job, seed) for seed in range(seeds if seeded(planned.job) else 1)]
     lines = [done[key] for key in keys if key in done and not planned.skipped]
     values: list[float] = []
+    fitted = False
     why = explain(cell.why)
     for line in lines:
         if "failed" in line:
@@ -154,6 +157,7 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
         if value is not None:
             values.append(value)
         extra = line["result"].get("extra_steps")
+        fitted = bool(extra)
         if extra:
             why = (*why, f"with {extra:+d} step; as stated it is {line['result']['as_stated']:.{cell.digits}f}")
     ours = statistics.fmean(values) if values else None
@@ -173,5 +177,6 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
         planned.shrunk,
         statistics.stdev(values) if len(values) > 1 else None,
         len(values),
+        fitted,
         settings_of(planned.job, 0),
     )

@@ -72,7 +72,7 @@ def seconds(job: Job) -> float:
         clients = float(s.get("cohort_size") or s["clients"])
         iterations = clients * s["rounds"] * s["local_steps"]
         looks = -(-s["rounds"] // s.get("evaluate_every", 1))
-        test = looks * 0.4 * each * _TEST_ROWS.get(job.dataset, 2000)
+        test = looks * 1.5 * each * _TEST_ROWS.get(job.dataset, 2000)
         return _START + iterations * (s["batch_size"] * each + 1e-4) + test
     if isinstance(job, Attack):
         colour = 3.0 if job.dataset in ("lfw", "cifar10") else 1.0
@@ -139,11 +139,13 @@ def _shrink_run(job: Train, level: int) -> tuple[Train, str]:
     new["batch_size"] = min(old["batch_size"], largest)
     if level > 2 and old.get("model") in ("resnet18-gn", "small-vgg", "medical-cnn"):
         new["model"] = "papers-cnn"
-    new["evaluate_every"] = max(1, new["rounds"] // 10)
+    new["evaluate_every"] = max(1, new["rounds"] // 5)
     words = {"cohort_size": "clients per round", "local_steps": "local steps", "batch_size": "batch"}
     said = [
         f"{words.get(name, name)} {old[name]} → {value}"
         for name, value in new.items()
         if name in old and old[name] != value
     ]
+    if new["evaluate_every"] > 1:
+        said.append(f"tested every {new['evaluate_every']} rounds")
     return with_settings(job, **new), ", ".join(said)
