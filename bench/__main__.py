@@ -19,6 +19,7 @@ import torch
 
 from bench import rivals
 from bench.cases import CASES, Material, material
+from fedveil.learning import noise
 
 QUICK = ("cnn", "adult", "cancer", "central600")
 
@@ -128,8 +129,11 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
         "--case", action="append", choices=sorted(CASES), help="only this case (may be repeated)"
     )
     parser.add_argument("--rounds", type=int, help="interleaved rounds per case")
+    parser.add_argument("--pure", action="store_true", help="as if the compiled extension were not installed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.pure:
+        noise._native = None
     names = options.case or (QUICK if options.quick else tuple(CASES))
     rounds = options.rounds or (7 if options.quick else 15)
     all_times, best = {}, "torch"

@@ -314,10 +314,11 @@ def test_without_the_extension_the_noise_has_the_same_bits(monkeypatch):
 def test_many_normals_are_the_streams_of_the_definition(count):
     keys = [bytes([k] * 16) for k in range(3)]
     streams, out = Normals(keys, count), np.empty((3, count), np.float32)
+    factors = np.array([1.0, 0.3, 7.0], np.float32)
     for step in (0, 5, 2**31 + 1):
-        streams.draw(step, out)
-        for key, row in zip(keys, out, strict=True):
-            assert np.array_equal(row, noise.numpy_normals(key, step, count))
+        streams.draw(step, factors, out)
+        for key, factor, row in zip(keys, factors, out, strict=True):
+            assert np.array_equal(row, noise.numpy_normals(key, step, count) * factor)
 
 
 @pytest.mark.parametrize("name", nets.model_names())

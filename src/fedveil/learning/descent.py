@@ -253,10 +253,9 @@ class _Noise:
             for k, one in enumerate(self.work):
                 self.room[k] = noise.step_noise(self.plan, one, step, int(counts[k]), self.size)
             return
-        self.normals.draw(step, self.room)
         on = {"sum": np.ones(len(counts)), "mean": self.plan.expected_batch, "example": np.sqrt(counts)}
         factors = np.broadcast_to(self.plan.multipliers[step] * on[self.plan.noise_on], len(counts))
-        self.room *= factors.astype(np.float32)[:, None]
+        self.normals.draw(step, factors.astype(np.float32), self.room)
 
 
 def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:

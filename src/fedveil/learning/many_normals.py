@@ -39,8 +39,9 @@ class Normals:
         self._words = np.empty((2, self.together * self.tiles * 64 + 16), np.uint8)
         self._room = np.empty((6, min(_TILES, self.together * self.tiles) * 16), _F)
 
-    def draw(self, step: int, out: np.ndarray) -> None:
-        """Fill out [clients, count] (float32) with the values 0 … count - 1 of the streams (key, step)."""
+    def draw(self, step: int, factors: np.ndarray, out: np.ndarray) -> None:
+        """Fill out [clients, count] with factors [clients] times the values 0 … count - 1 of the streams
+        (key, step), all float32."""
         self._counter[:, :, 2] = step
         counters = self._counter.view(np.uint8).reshape(2, -1)
         size = self.tiles * 64
@@ -56,7 +57,8 @@ class Normals:
             for at in range(0, tiles, _TILES):
                 part = slice(at * 16, (at + _TILES) * 16)
                 _normals(words[0, part], words[1, part], values[at : at + _TILES], self._room)
-            out[first : first + len(ciphers)] = values.reshape(len(ciphers), -1)[:, : self.count]
+            here = slice(first, first + len(ciphers))
+            np.multiply(values.reshape(len(ciphers), -1)[:, : self.count], factors[here, None], out=out[here])
 
 
 def _normals(radial: np.ndarray, angular: np.ndarray, out: np.ndarray, room: np.ndarray) -> None:
