@@ -172,6 +172,12 @@ def test_unit_keeps_the_named_columns():
     np.testing.assert_allclose(out[0], np.array([0, 1, 4, 1]) / math.sqrt(18), rtol=1e-6)
 
 
+def test_a_given_length_keeps_short_rows_short_and_bounds_long_ones():
+    x = np.array([[3.0, 4.0], [30.0, 40.0]], np.float32)
+    out = compute(x, FrontEnd("unit", constant=0.0, length=10.0))
+    np.testing.assert_allclose(np.linalg.norm(out, axis=1), [0.5, 1.0], rtol=1e-6)
+
+
 def test_apply_replaces_features_and_keeps_the_rest(few_pictures):
     dataset = dataset_of(some_images(6), some_images(4, seed=5))
     out = apply(dataset, "scattering:components=25,ridge=0.01")
@@ -202,6 +208,7 @@ def test_kept_features_are_the_same_and_are_read_again(few_pictures, tmp_path, m
         ("scattering:components=0", "components must be 1 to"),
         ("scattering:ridge=0", "ridge above 0"),
         ("unit:components=3", "constant, columns"),
+        ("unit:length=-1", "length must be 0 or more"),
     ],
 )
 def test_wrong_specifications_say_what_to_write(text: str, message: str):

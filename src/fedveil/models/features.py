@@ -3,7 +3,7 @@
     features = "scattering"                          images: 81 channels of oriented energies, whitened
     features = "scattering:components=300,ridge=0.001"
     features = "unit:constant=1"                     tables: a constant column, every row at length 1
-    features = "unit:columns=0-9+20-29"              only these columns
+    features = "unit:columns=0-9+20-29,length=5"     only these columns; rows shorter than 5 stay shorter than 1
 
 Why they pay under noise: a linear head on unit-length features has gradients of almost equal length, so a small clip
 bound loses nothing, and the few directions in which all images look alike no longer eat the signal. The whitening
@@ -39,16 +39,18 @@ VERSION = 1  # of the computation, for kept features
 class FrontEnd:
     """components: directions kept, the strongest among the drawn pictures. ridge: added to the drawn pictures'
     variances before their square root is divided out; larger values trust strong directions more, which more noise
-    needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20")."""
+    needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). length: rows are
+    divided by their own length or by this, whichever is more."""
 
     kind: str
     components: int = 700
     ridge: float = 3e-4
     constant: float = 1.0
     columns: str = ""
+    length: float = 0.0
 
 
-OPTIONS = {"scattering": ("components", "ridge"), "unit": ("constant", "columns")}
+OPTIONS = {"scattering": ("components", "ridge"), "unit": ("constant", "columns", "length")}
 
 
 def parse(text: str) -> FrontEnd:
@@ -70,6 +72,8 @@ def parse(text: str) -> FrontEnd:
             front = replace(front, **{key: {"int": int, "float": float, "str": str}[types[key]](value)})
         except ValueError:
             raise UserError(f"features = {text!r}: {key} = {value!r} is not a number") from None
+    if not (front.length >= 0 and math.isfinite(front.length) and math.isfinite(front.constant)):
+        raise UserError(f"features = {text!r}: length must be 0 or more, constant and length finite")
     if not (1 <= front.components <= MOST and front.ridge > 0 and math.isfinite(front.ridge)):
         raise UserError(
             f"features = {text!r}: components must be 1 to {MOST} and ridge above 0 (0.0003 is usual)"
@@ -94,7 +98,7 @@ def apply(dataset: Dataset, text: str) -> Dataset:
         f"oriented energies, whitened by {PICTURES} drawn pictures ({front.components} directions, ridge "
         f"{front.ridge:g}); public constants, each row alone"
         if front.kind == "scattering"
-        else "rows scaled to length 1, each row alone"
+        else "rows scaled to length 1 or less, each row alone"
     )
     return replace(
         dataset,
@@ -107,20 +111,20 @@ def apply(dataset: Dataset, text: str) -> Dataset:
 
 
 def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
-    """Features of rows, float32 [n, directions]; every row has length 1.
+    """Features of rows, float32 [n, directions]; every row has length 1 (at most 1, where `length` is given).
 
     Formal guarantee: each row of the result depends on the same row of x and on nothing else that is private.
     """
     if front.kind == "unit":
         wide = torch.as_tensor(np.asarray(x, np.float32)[:, _columns(front.columns, x.shape[1])])
         added = torch.full((len(wide), 1), front.constant)
-        return _unit(torch.cat([wide, added], 1)).numpy()
+        return _unit(torch.cat([wide, added], 1), front.length).numpy()
     shape = tuple(int(n) for n in x.shape[1:])
     scale = 1 / torch.sqrt(drawn_directions(shape)[2][: front.components] + front.ridge)
     found = _kept(x) if os.environ.get("FEDVEIL_CACHE") else _projected(x, front.components)
     out = np.empty((len(x), len(scale)), np.float32)
     for at in range(0, len(x), ROWS_AT_ONCE):
-        rows = torch.as_tensor(np.ascontiguousarray(found[at : at + ROWS_AT_ONCE, : front.components]))
+        rows = torch.as_tensor(np.array(found[at : at + ROWS_AT_ONCE, : front.components]))
         out[at : at + ROWS_AT_ONCE] = _unit(rows * scale).numpy()
     return out
 
@@ -162,8 +166,8 @@ def _columns(text: str, width: int) -> list[int]:
     return kept
 
 
-def _unit(rows: torch.Tensor) -> torch.Tensor:
-    return rows / torch.clamp(rows.norm(dim=1, keepdim=True), min=1e-6)
+def _unit(rows: torch.Tensor, least: float = 0.0) -> torch.Tensor:
+    return rows / torch.clamp(rows.norm(dim=1, keepdim=True), min=max(least, 1e-6))
 
 
 # ---------------------------------------------------------------------------------------------- scattering
