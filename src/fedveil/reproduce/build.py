@@ -53,6 +53,8 @@ def noise_why(recipe: str) -> tuple[str, ...]:
     """Why the accuracy of a recipe differs."""
     if recipe == "non-private":
         return ("our-split",)
+    if recipe.startswith("fed-sdp"):
+        return ("sdp-noise",)
     return ("literal-noise", "l2max") if "alpha" in recipe or "l2max" in recipe else ("literal-noise",)
 
 
@@ -69,4 +71,5 @@ def attack(recipe: str, dataset: str, tap: str = "type2", **more: Any) -> Attack
     """The papers' attack: patterned start, L-BFGS; batched updates have B = 3 on LFW, 1 on MNIST."""
     batch = 1 if tap == "type2" else {"lfw": 3}.get(dataset, 1)
     given: Mapping[str, Any] = more.pop("change", {})
+    more.setdefault("iterations", 1500 if dataset in ("cifar10", "lfw") else 300)
     return Attack(recipe, dataset, tap, batch=batch, settings=changes(given), **more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedveil.reproduce import p1
 from fedveil.reproduce.build import FIVE, SHOWN, attack, federated, federated_time, line, noise_why
 from fedveil.reproduce.cells import Cell, Entry, Epsilon, Spend, Stop
@@ -183,7 +185,7 @@ def _table3() -> list[Cell]:
                         (", noise on example", tap, {"noise_on": "example", "sampling": "fixed"})]  # fmt: skip
             for said, at_tap, change in ways:
                 job = attack(recipe, dataset, at_tap, change=change)
-                why: tuple[str, ...] = p1.leak_why(tap, recipe) if not change else ("rmse-is-mse", "type2-example")
+                why: tuple[str, ...] = p1.leak_why(tap, recipe) if not change else ("rmse-is-mse", "inner-steps", "type2-example")
                 why = (*why, "raw-upload") if said == ", as received" else why
                 row, name = f"{tap}, {recipe}{said}", SHOWN[dataset]
                 cells += [
@@ -199,13 +201,13 @@ def _table1() -> list[Cell]:
     cells = []
     for method, (rates, distances, iterations) in TABLE_1.items():
         for at, dataset in enumerate(("mnist", "cifar10", "lfw")):
-            budget = 2500 if method == "gradinv" else None
-            job = attack("non-private", dataset, method=method, iterations=budget or 300)
+            budget: dict[str, Any] = {"iterations": 2500} if method == "gradinv" else {}
+            job = attack("non-private", dataset, method=method, **budget)
             name = SHOWN[dataset]
             cells += [
                 Cell(method, f"{name} ASR", rates[at], job, "success_rate", ("threshold",)),
                 Cell(method, f"{name} distance", distances[at], job, "rmse", ("rmse-is-mse",)),
-                Cell(method, f"{name} iterations", iterations[at], job, "iterations", ("threshold",), 1),
+                Cell(method, f"{name} iterations", iterations[at], job, "iterations", ("threshold", "inner-steps"), 1),
             ]
     return cells
 
@@ -248,7 +250,7 @@ def _figures() -> list[Entry]:
     ]
     fourth = [
         Cell(f"{recipe}, {tap}", SHOWN[d], None, attack(recipe, d, tap, victims=8), "ssim",
-             ("no-numbers", *p1.leak_why(tap, recipe)[1:]))
+             ("no-numbers", *p1.leak_why(tap, recipe)[2:]))
         for d in ("mnist", "lfw")
         for recipe in ("non-private", "fed-sdp", "fed-alpha-cdp-sigma")
         for tap in ("type0-sanitised", "type1", "type2")

@@ -30,8 +30,9 @@ REASONS: dict[str, str] = {
     "data-dependent": "not recomputable: sigma follows the data, so the number is no guarantee and depends on the run",
     "not-one-sigma": "not reproduced: no single sigma gives these five numbers (BaseC implies 2.62, zCDP 1.79, "
     "MA 0.65)",
-    "literal-noise": "noise of sigma·S on the batch sum, as in the paper's epsilon, is far above the gradient: "
-    "at learning rate 0.05 the model stays at chance, so the printed accuracy needs other noise than stated",
+    "literal-noise": "noise of sigma·S on the batch sum, which the paper's epsilon assumes, is far above the gradient "
+    "at learning rate 0.05; the printed accuracy needs less noise or settings that are not printed",
+    "sdp-noise": "noise of sigma·C once on the sum of clipped updates; the mean over more clients carries less of it",
     "central-noise": "batch, learning rate and place of the noise are read from the text; the learning rate is not "
     "printed (0.05 used)",
     "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
@@ -39,6 +40,8 @@ REASONS: dict[str, str] = {
     "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
     "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare ratios, not milliseconds",
     "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
+    "inner-steps": "ours counts every quasi-Newton step (colour images get up to 1,500); an iteration of the common "
+    "L-BFGS optimiser is up to 20 of them, which the papers probably count as one",
     "threshold": "the paper counts MSE < 0.70 as success, which a black image passes; ours is MSE < 0.01 and "
     "SSIM > 0.8",
     "type2-sum": "with noise on the batch sum the per-example gradient is never noised: type 2 reads it clipped",

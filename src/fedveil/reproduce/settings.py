@@ -75,9 +75,7 @@ def seconds(job: Job) -> float:
         test = looks * 1.5 * each * _TEST_ROWS.get(job.dataset, 2000)
         return _START + iterations * (s["batch_size"] * each + 1e-4) + test
     if isinstance(job, Attack):
-        colour = 3.0 if job.dataset in ("lfw", "cifar10") else 1.0
-        budget = (job.iterations or 2000) / 300
-        return _START + job.victims * job.batch * 2.5 * colour * budget
+        return _START + job.victims * job.batch * 1.5 * (job.iterations or 2400) / 300
     if isinstance(job, Inference):
         models = job.shadows + 1 if job.kind == "membership" else 1
         return models * (seconds(job.train) - _START) + _START + 10
@@ -106,7 +104,7 @@ def shrink(job: Job, level: int) -> tuple[Job, str]:
     if isinstance(job, Attack):
         fewer = replace(job, victims=min(job.victims, _VICTIMS[level - 1]))
         notes = [] if fewer.victims == job.victims else [f"victims {job.victims} → {fewer.victims}"]
-        if fewer.iterations is not None and fewer.iterations > 300 and level > 4:
+        if job.method == "gradinv" and level > 4:
             fewer = replace(fewer, iterations=600)
             notes.append(f"iterations {job.iterations} → 600")
         if fewer.batch > 8:
@@ -146,6 +144,8 @@ def _shrink_run(job: Train, level: int) -> tuple[Train, str]:
         for name, value in new.items()
         if name in old and old[name] != value
     ]
+    if cohort and new["cohort_size"] < cohort and job.recipe != "non-private":
+        said.append("fewer clients average out less noise")
     if new["evaluate_every"] > 1:
         said.append(f"tested every {new['evaluate_every']} rounds")
     return with_settings(job, **new), ", ".join(said)
