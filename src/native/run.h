@@ -1,0 +1,394 @@
+// The state of one client's run: layers as operations, buffers, tables, and the packed form of the weights.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include "engine.h"
+#include "kernels.h"
+
+namespace fedveil::FV_ISA {
+namespace {
+
+constexpr int kGroup = 32;                // most examples in a group
+constexpr int kLeast = 4;                 // fewest: dense weights are read once a group
+constexpr int64_t kGroupFloats = 160000;  // what a group may keep beyond that: stays within a usual level-2 cache
+
+struct Arena {
+    char* base;  // null: only count
+    int64_t used;
+    template <class T>
+    T* take(int64_t n) {
+        used = (used + 63) & ~int64_t(63);
+        T* p = base ? reinterpret_cast<T*>(base + used) : nullptr;
+        used += n * int64_t(sizeof(T));
+        return p;
+    }
+};
+
+inline int padded(int n) { return (n + L - 1) / L * L; }
+
+struct Tensor {
+    int c, h, w, cp, ph, pw, wp;
+    bool flat, one;
+    int64_t size;
+    float *x, *d;  // x: [group][size]; d: [group][size] if flat, else [size]
+    int64_t origin() const { return (int64_t(ph) * wp + pw) * cp; }
+};
+
+struct Op {
+    int kind, in, out;
+    const Layer* layer;
+    const Layer* pool;  // max-pool fused into a convolution
+    bool relu, patch, sparse;
+    int k, kp, ocp, rows, columns, positions, cells, window, segments, segment, segment_in;
+    int32_t *base, *off, *row_out, *k_row, *p_row, *o_row, *iota, *windows, *chosen;
+    // chosen [group][cells][ocp]: the winner of each pool, as an offset into the input (sparse) or into dy
+    float *w, *wt, *bias, *sum, *g, *patches, *image, *stats;
+    int64_t packed, at, per_example;  // packed length, and where it begins in the run's vectors
+};
+
+#define STAGE __attribute__((noinline))  // one function a stage: readable profiles, smaller code
+
+enum Input { RAW, FLAT, IMAGE };
+
+struct Run {
+    const Net* net;
+    const Plan* plan;
+    int ops, tensors, tail, group, first_trained;
+    Input input;
+    Op op[kMaxLayers];
+    Tensor tensor[kMaxLayers + 2];
+    int64_t packed;
+    float *scratch, *list_g, *scaled, *row_noise, *flat_noise, *flat_more;
+    // packed vectors; null where the plan has no use for them
+    float *weights, *start, *sum, *velocity, *control, *anchor, *shift, *scale, *mapped;
+    int32_t *list_off, *list_n;
+    float* norm;      // [group][units] of the current group
+    float* factor;    // [group][units]
+    float* all_norm;  // [width][units], median rule
+    float bound[kMaxLayers];
+    // of the step
+    float largest;
+    bool bad;
+    double loss;
+};
+
+int new_tensor(Run& run, int c, int h, int w, bool flat) {
+    Tensor& t = run.tensor[run.tensors];
+    memset(&t, 0, sizeof t);
+    t.c = c, t.h = h, t.w = w, t.flat = flat;
+    return run.tensors++;
+}
+
+bool plain_max_pool(const Layer* layer, const Layer* end) {
+    return layer < end && layer->kind == MAXPOOL && layer->ph == 0 && layer->pw == 0;
+}
+
+// Layers to operations. ReLU goes into the layer before it. Monotone activations commute with max-pooling, so
+// "convolution, activation, max-pool" becomes "convolution with max-pool, activation".
+void build(Run& run, const Net& net, const Plan& plan) {
+    memset(&run, 0, sizeof run);
+    run.net = &net;
+    run.plan = &plan;
+    const Layer *layer = net.layers, *end = net.layers + net.count;
+    const bool flat = layer->kind == LINEAR || layer->kind == FLATTEN ||
+                      (layer->h == 1 && layer->w == 1 && layer->kind >= RELU && layer->kind <= SIGMOID);
+    run.input = flat ? FLAT : layer->kind == CONV ? RAW : IMAGE;
+    int now = flat ? new_tensor(run, int(net.inputs), 1, 1, true) : new_tensor(run, layer->c, layer->h, layer->w, false);
+    run.first_trained = -1;
+    run.tail = -1;
+    while (layer < end) {
+        const Layer* self = layer++;
+        if (self->kind == FLATTEN && run.tensor[now].flat) continue;
+        Op& op = run.op[run.ops++];
+        op.kind = self->kind;
+        op.layer = self;
+        op.in = now;
+        const Tensor in = run.tensor[now];
+        if (in.flat && run.tail < 0) run.tail = run.ops - 1;
+        if (self->weight >= 0 && run.first_trained < 0) run.first_trained = run.ops - 1;
+        if (self->kind == CONV) {
+            const Layer* moved = nullptr;
+            if (layer < end && layer->kind == RELU) op.relu = true, ++layer;
+            else if (layer + 1 < end && (layer->kind == TANH || layer->kind == SIGMOID) && plain_max_pool(layer + 1, end))
+                moved = layer++;
+            if (plain_max_pool(layer, end)) {
+                op.pool = layer++;
+                if (!op.relu && !moved && layer < end && layer->kind == RELU) op.relu = true, ++layer;
+            }
+            op.patch = run.ops == 1;
+            run.tensor[now].ph = self->ph, run.tensor[now].pw = self->pw;
+            const Layer* last = op.pool ? op.pool : self;
+            now = op.out = new_tensor(run, self->oc, last->oh, last->ow, false);
+            if (moved) {
+                Op& act = run.op[run.ops++];
+                act.kind = moved->kind;
+                act.layer = moved;
+                act.in = now;
+                now = act.out = new_tensor(run, self->oc, last->oh, last->ow, false);
+            }
+        } else if (self->kind == LINEAR) {
+            if (layer < end && layer->kind == RELU) op.relu = true, ++layer;
+            run.tensor[now].one = self->bias >= 0;
+            now = op.out = new_tensor(run, self->oc, 1, 1, true);
+        } else if (self->kind == FLATTEN) {
+            now = op.out = new_tensor(run, in.c * in.h * in.w, 1, 1, true);
+        } else if (self->kind == MAXPOOL || self->kind == AVGPOOL) {
+            now = op.out = new_tensor(run, in.c, self->oh, self->ow, false);
+        } else {
+            now = op.out = new_tensor(run, in.c, in.h, in.w, in.flat);
+        }
+    }
+    if (run.tail < 0) run.tail = run.ops;
+    if (run.first_trained < 0) run.first_trained = run.ops;
+    for (int i = 0; i < run.tensors; ++i) {
+        Tensor& t = run.tensor[i];
+        t.cp = padded(t.c + t.one);
+        t.wp = t.w + 2 * t.pw;
+        t.size = int64_t(t.h + 2 * t.ph) * t.wp * t.cp;
+    }
+    for (int i = 0; i < run.ops; ++i) {
+        Op& op = run.op[i];
+        const Layer& l = *op.layer;
+        const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
+        if (op.kind == CONV) {
+            op.rows = op.pool ? (op.pool->oh - 1) * op.pool->sh + op.pool->kh : l.oh;
+            op.columns = op.pool ? (op.pool->ow - 1) * op.pool->sw + op.pool->kw : l.ow;
+            op.positions = op.rows * op.columns;
+            op.ocp = padded(l.oc);
+            const bool bias_column = op.patch && l.bias >= 0;
+            op.k = l.kh * l.kw * l.c + bias_column;
+            op.segments = op.patch ? 1 : l.kh;
+            op.segment = op.patch ? padded(op.k) : l.kw * in.cp;
+            op.segment_in = op.patch ? 0 : in.wp * in.cp;
+            op.kp = op.segments * op.segment;
+            op.packed = int64_t(l.oc) * op.kp + (op.patch ? 0 : op.ocp);
+            if (op.pool) {
+                op.cells = op.pool->oh * op.pool->ow;
+                op.window = op.pool->kh * op.pool->kw;
+                op.sparse = 2 * op.cells <= op.positions;
+            }
+            op.per_example = int64_t(op.cells) * op.ocp + (op.patch ? int64_t(op.positions) * op.kp : 0);
+        } else if (op.kind == LINEAR) {
+            op.k = l.c + (l.bias >= 0);
+            op.kp = in.cp;
+            op.ocp = out.cp;
+            op.packed = int64_t(l.oc) * op.kp;
+        } else if (op.kind == GROUPNORM) {
+            op.ocp = in.cp;
+            op.packed = 2 * int64_t(in.cp);
+            op.per_example = 2 * int64_t(in.cp);
+        } else if (op.kind == MAXPOOL) {
+            op.cells = l.oh * l.ow;
+            op.per_example = int64_t(op.cells) * in.cp;
+        }
+        op.at = run.packed;
+        run.packed += op.packed;
+    }
+}
+
+void allocate(Run& run, Arena& arena, const Client& client) {
+    const int width = client.width;
+    const Plan& plan = *run.plan;
+    const Net& net = *run.net;
+    int64_t keep = 0, most = 1, cells = 1, widest = 1;
+    for (int i = 0; i < run.tensors; ++i)
+        if (i || run.input != RAW) keep += run.tensor[i].size;
+    for (int i = 0; i < run.ops; ++i) {
+        keep += run.op[i].per_example;
+        const int64_t area = int64_t(run.op[i].positions) * run.op[i].ocp;
+        most = area > most ? area : most;
+        cells = run.op[i].cells > cells ? run.op[i].cells : cells;
+        widest = run.op[i].ocp > widest ? run.op[i].ocp : widest;
+    }
+    int64_t group = kGroupFloats / (keep + 1);
+    group = group < kLeast ? kLeast : group > kGroup ? kGroup : group;
+    group = group > width ? (width > 0 ? width : 1) : group;
+    run.group = int(group);
+    for (int i = 0; i < run.tensors; ++i) {
+        Tensor& t = run.tensor[i];
+        if (i || run.input != RAW) t.x = arena.take<float>(group * t.size);
+        t.d = arena.take<float>((t.flat ? group : 1) * t.size);
+    }
+    for (int i = 0; i < run.ops; ++i) {
+        Op& op = run.op[i];
+        const Layer& l = *op.layer;
+        if (op.kind == CONV) {
+            op.g = arena.take<float>(op.packed);
+            op.wt = arena.take<float>(int64_t(op.k) * op.ocp);
+            op.base = arena.take<int32_t>(op.positions);
+            op.row_out = arena.take<int32_t>(op.positions);
+            op.p_row = arena.take<int32_t>(op.positions);
+            op.off = arena.take<int32_t>(op.k);
+            op.k_row = arena.take<int32_t>(op.k);
+            op.windows = arena.take<int32_t>(int64_t(op.cells) * op.window);
+            if (op.patch) {
+                op.patches = arena.take<float>(group * op.positions * op.kp + 8);
+                op.image = arena.take<float>(int64_t(l.c) * (l.h + 2 * l.ph) * (l.w + 2 * l.pw) + 16);
+            }
+        }
+        if (op.kind == CONV || op.kind == LINEAR) {
+            op.o_row = arena.take<int32_t>(l.oc);
+            op.iota = arena.take<int32_t>(l.oc);
+        }
+        if (op.cells) op.chosen = arena.take<int32_t>(group * op.cells * run.tensor[op.out].cp);
+        if (op.kind == GROUPNORM) {
+            op.g = arena.take<float>(op.packed);
+            op.stats = arena.take<float>(group * 2 * op.ocp + 2 * op.ocp);
+        }
+    }
+    run.scratch = arena.take<float>(most);
+    run.list_off = arena.take<int32_t>((cells + L) * widest);
+    run.list_g = arena.take<float>((cells + L) * widest);
+    run.list_n = arena.take<int32_t>(widest);
+    run.scaled = arena.take<float>(group * widest);
+    auto vector = [&](bool needed) { return arena.take<float>(needed ? run.packed : 0); };
+    run.weights = vector(true);
+    run.start = vector(true);
+    run.sum = vector(true);
+    run.velocity = vector(plan.momentum != 0);
+    run.control = vector(client.control);
+    run.anchor = vector(client.anchor);
+    run.shift = vector(client.shift || client.scale);
+    run.scale = vector(client.shift || client.scale);
+    run.mapped = vector(client.shift || client.scale);
+    const bool examples = plan.noise_on == ON_EXAMPLE && plan.noise != GAUSSIAN_LAW;
+    // Gaussian noise is drawn layer by layer, in whole tiles; the others at once. Room to read a vector after the end.
+    int64_t length = net.params + 1 + L, longest = 0;
+    if (plan.noise == GAUSSIAN_LAW)
+        for (int u = length = 0; u < net.units; ++u) {
+            const int64_t n = net.unit_begin[u + 1] - net.unit_begin[u] + 64 + L;
+            length = n > length ? n : length;
+        }
+    for (int i = 0; i < run.ops; ++i) {
+        const int64_t n = run.op[i].kp > run.op[i].ocp ? run.op[i].kp : run.op[i].ocp;
+        longest = n > longest ? n : longest;
+    }
+    run.flat_noise = arena.take<float>(plan.noise ? length : 0);
+    run.row_noise = arena.take<float>(plan.noise ? longest : 0);
+    run.flat_more = arena.take<float>(plan.noise && examples ? net.params + 1 : 0);
+    for (int i = 0; i < run.ops && arena.base; ++i) {
+        Op& op = run.op[i];
+        op.w = run.weights + op.at;
+        op.sum = run.sum + op.at;
+        if (op.kind == CONV && !op.patch) op.bias = op.w + int64_t(op.layer->oc) * op.kp;
+    }
+    run.norm = arena.take<float>(group * (net.units + 1));
+    run.factor = arena.take<float>(group * (net.units + 1));
+    run.all_norm = arena.take<float>(plan.median ? int64_t(width) * (net.units + 1) : 0);
+}
+
+void fill_tables(Run& run) {
+    for (int i = 0; i < run.ops; ++i) {
+        Op& op = run.op[i];
+        const Layer& l = *op.layer;
+        const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
+        if (op.kind == CONV || op.kind == LINEAR)
+            for (int o = 0; o < l.oc; ++o) op.o_row[o] = o * op.kp, op.iota[o] = o;
+        if (op.kind != CONV) continue;
+        for (int p = 0; p < op.positions; ++p) {
+            const int r = p / op.columns, c = p % op.columns;
+            op.base[p] = op.patch ? p * op.kp : (r * l.sh * in.wp + c * l.sw) * in.cp;
+            op.p_row[p] = p * op.ocp;
+            op.row_out[p] = op.pool ? p * op.ocp : (r * out.wp + c) * out.cp;
+        }
+        int k = 0;
+        if (op.patch)
+            for (; k < op.k; ++k) op.off[k] = k;
+        else
+            for (int a = 0; a < l.kh; ++a)
+                for (int b = 0; b < l.kw; ++b)
+                    for (int c = 0; c < l.c; ++c) op.off[k++] = (a * in.wp + b) * in.cp + c;
+        for (k = 0; k < op.k; ++k) op.k_row[k] = k * op.ocp;
+        for (int cell = 0; cell < op.cells; ++cell) {
+            const int r = cell / op.pool->ow * op.pool->sh, c = cell % op.pool->ow * op.pool->sw;
+            for (int j = 0; j < op.window; ++j)
+                op.windows[cell * op.window + j] = (r + j / op.pool->kw) * op.columns + c + j % op.pool->kw;
+        }
+    }
+}
+
+// ---- between the flat vector (torch's order) and the packed form
+
+bool flat_rows(const Op& op) { return op.kind == LINEAR || (op.kind == CONV && op.patch); }
+
+// Calls f(packed, flat, count, stride): `count` packed neighbours that lie `stride` apart in the flat vector.
+template <class F>
+void each_run(const Run& run, const Op& op, F f) {
+    const Layer& l = *op.layer;
+    if (l.weight < 0) return;
+    if (op.kind == GROUPNORM) {
+        f(op.at, l.weight, l.c, 1);
+        if (l.bias >= 0) f(op.at + op.ocp, l.bias, l.c, 1);
+        return;
+    }
+    const int taps = l.kh * l.kw, cp = run.tensor[op.in].cp;
+    const bool rows = flat_rows(op);  // packed rows are flat rows, with the bias at their end
+    const int n = rows ? op.k - (l.bias >= 0) : l.c * taps;
+    for (int o = 0; o < l.oc; ++o) {
+        const int64_t row = op.at + int64_t(o) * op.kp, from = l.weight + int64_t(o) * n;
+        if (rows) {
+            f(row, from, n, 1);
+            if (l.bias >= 0) f(row + n, l.bias + o, 1, 1);
+        } else {
+            for (int t = 0; t < taps; ++t) f(row + t * cp, from + t, l.c, taps);
+        }
+    }
+    if (!rows && l.bias >= 0) f(op.at + int64_t(l.oc) * op.kp, l.bias, l.oc, 1);
+}
+
+// to[j] = from[j * stride]
+inline void gather(float* to, const float* from, int n, int stride) {
+    int j = 0;
+#if defined(__AVX512F__)
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i index = _mm512_mullo_epi32(lane, _mm512_set1_epi32(stride));
+    for (; j + L <= n; j += L) _mm512_storeu_ps(to + j, _mm512_i32gather_ps(index, from + int64_t(j) * stride, 4));
+#endif
+    for (; j < n; ++j) to[j] = from[int64_t(j) * stride];
+}
+
+STAGE void pack(const Run& run, const float* flat, float* packed) {
+    for (int i = 0; i < run.ops; ++i)
+        each_run(run, run.op[i], [&](int64_t to, int64_t from, int n, int stride) {
+            if (stride == 1) memcpy(packed + to, flat + from, size_t(n) * 4);
+            else gather(packed + to, flat + from, n, stride);
+        });
+}
+
+STAGE void unpack(const Run& run, const float* packed, float* flat) {
+    for (int i = 0; i < run.ops; ++i)
+        each_run(run, run.op[i], [&](int64_t to, int64_t from, int n, int stride) {
+            for (int j = 0; j < n; ++j) flat[from + int64_t(j) * stride] = packed[to + j];
+        });
+}
+
+// The transposed weights of the convolutions, wt [k][ocp]; rows of unused channels are left out.
+STAGE void transpose_weights(Run& run) {
+    for (int i = 0; i < run.ops; ++i) {
+        Op& op = run.op[i];
+        if (op.kind != CONV) continue;
+        const Layer& l = *op.layer;
+        const int taps = op.patch ? 1 : l.kh * l.kw, c = op.patch ? op.k : l.c;
+        const int cp = op.patch ? op.kp : run.tensor[op.in].cp;
+        for (int t = 0; t < taps; ++t) {
+            const float* from = op.w + t * cp;
+            float* to = op.wt + int64_t(t) * c * op.ocp;
+            int o = 0;
+#if defined(__AVX512F__)
+            for (; o + L <= l.oc; o += L)
+                for (int j = 0; j < c; j += L) {
+                    V v[L];
+                    for (int a = 0; a < L; ++a) v[a] = load(from + int64_t(o + a) * op.kp + j);
+                    transpose(v);
+                    for (int a = 0; a < L && j + a < c; ++a) store(to + int64_t(j + a) * op.ocp + o, v[a]);
+                }
+#endif
+            for (; o < l.oc; ++o)
+                for (int j = 0; j < c; ++j) to[int64_t(j) * op.ocp + o] = from[int64_t(o) * op.kp + j];
+        }
+    }
+}
+
+}  // namespace
+}  // namespace fedveil::FV_ISA
