@@ -18,14 +18,15 @@ from torch.nn import functional as F
 Tensor = torch.Tensor
 
 
-def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product whose every matrix is the same whatever else is in the batch.
+def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Batched product (written to `out`) whose every matrix is the same whatever else is in the batch.
 
     A batch of one goes through another routine, which rounds differently when it is a matrix times a vector.
     """
     if a.shape[0] == 1 and 1 in (a.shape[1], a.shape[2], b.shape[2]):
-        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-    return torch.bmm(a, b)
+        alone = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        return alone if out is None else out.copy_(alone)
+    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ def measure(capture: Outer | Given, kind: str) -> tuple[Tensor, Outer | Given]:
                 inputs = inputs + 1 if order == 1 else (inputs.square() + 1).sqrt_()
             return size(capture.d[:, :, 0]) * inputs, capture
         if order == 2 and t * (i + o) < i * o // 2:
-            a, d = capture.a.view(k * b, t, i), capture.d.view(k * b, t, o)
+            # In float64: the products of large inputs cancel, and a norm that comes out too small would not be clipped.
+            a, d = capture.a.view(k * b, t, i).double(), capture.d.view(k * b, t, o).double()
             products = bmm(a, a.transpose(1, 2))
             products = (products + 1 if capture.bias else products) * bmm(d, d.transpose(1, 2))
-            return products.view(k, b, t * t).sum(2).clamp_(min=0).sqrt_(), capture
+            return products.view(k, b, t * t).sum(2).clamp_(min=0).sqrt_().to(capture.a.dtype), capture
         capture = materialise(capture)
     sizes = [size(part) for part in capture.parts]
     if len(sizes) == 1:
@@ -94,7 +96,7 @@ def sum_up(capture: Outer | Given, factors: Tensor | None, out: Tensor) -> None:
         o = capture.d.shape[3]
         d = capture.d if factors is None else capture.d * factors[:, :, None, None]
         d = d.reshape(k, b * t, o)
-        out[:, : o * i].view(k, o, i).copy_(bmm(d.transpose(1, 2), capture.a.reshape(k, b * t, i)))
+        bmm(d.transpose(1, 2), capture.a.reshape(k, b * t, i), out[:, : o * i].view(k, o, i))
         if capture.bias:
             out[:, o * i :] = d.sum(1)
         return
@@ -104,7 +106,7 @@ def sum_up(capture: Outer | Given, factors: Tensor | None, out: Tensor) -> None:
         if factors is None:
             out[:, at:end] = part.sum(1)
         else:
-            out[:, at:end] = bmm(factors[:, None, :].contiguous(), part)[:, 0]
+            bmm(factors[:, None, :], part, out[:, None, at:end])
         at = end
 
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedveil.learning import noise
 
 _F, _I = np.float32, np.int32
-_TILES = 1024  # tiles of 32 values per pass: arrays of 64 KiB
+_TILES = 1152  # tiles of 32 values per pass: arrays of 72 KiB
 _MASK, _TWO, _SIGN = _I(0x7FFFFFFF), _I(2), _I(-(2**31))
 _HALF, _SCALE = _F(0.5), _F(-(2.0**-31))
 _BEFORE_NEAR = _I(int(noise._NEAR_ONE) - 1)
@@ -37,6 +37,7 @@ class Normals:
         self.together = max(1, _TILES // self.tiles)  # clients per pass: short streams share one
         # A cipher wants a block of room behind its output; the next client's output overwrites it.
         self._words = np.empty((2, self.together * self.tiles * 64 + 16), np.uint8)
+        self._values = np.empty((self.together * self.tiles, 2, 16), _F)
         self._room = np.empty((6, min(_TILES, self.together * self.tiles) * 16), _F)
 
     def draw(self, step: int, factors: np.ndarray, out: np.ndarray) -> None:
@@ -53,7 +54,7 @@ class Normals:
                     cipher.update_into(counters[half], room.data)
             tiles = len(ciphers) * self.tiles
             words = self._words[:, : tiles * 64].view("<i4").astype(_I, copy=False)
-            values = np.empty((tiles, 2, 16), _F)
+            values = self._values[:tiles]
             for at in range(0, tiles, _TILES):
                 part = slice(at * 16, (at + _TILES) * 16)
                 _normals(words[0, part], words[1, part], values[at : at + _TILES], self._room)
