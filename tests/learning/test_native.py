@@ -71,6 +71,14 @@ def deep_run() -> nn.Sequential:
     )  # fmt: skip
 
 
+def large_kernels() -> nn.Sequential:
+    """A sparse backward pass over more rows and vectors than one kernel takes; pools of other shapes."""
+    return nn.Sequential(
+        nn.Conv2d(2, 40, (3, 1), padding=(1, 0)), nn.ReLU(), nn.Conv2d(40, 18, 7, padding=3), nn.ReLU(), nn.MaxPool2d((3, 2)),
+        nn.Conv2d(18, 70, 3, padding=1), nn.MaxPool2d((1, 3)), nn.Flatten(), nn.Linear(70 * 3 * 1, 3),
+    )  # fmt: skip
+
+
 def dense() -> nn.Sequential:
     return nn.Sequential(
         nn.Flatten(),
@@ -89,6 +97,7 @@ NETS = {
     "normed": (normed, (2, 8, 8)),
     "unusual": (unusual, (2, 4, 4)),
     "rows": (deep_run, (3, 1, 12)),
+    "large": (large_kernels, (2, 9, 7)),
     "dense": (dense, (1, 4, 4)),
 }
 
@@ -140,6 +149,51 @@ def test_one_step_agrees_with_the_reference_to_1e_5(net, isa):
             case = Case(case.module, case.start, case.x, np.random.default_rng(1).normal(size=(20, 3)))
         expected = train(reference, case, work, what)
         assert_agrees(case, train(native, case, work, what, isa=isa), expected, 1e-5)
+
+
+def random_case(seed: int) -> Case:
+    """A random stack of known layers that fits its random image."""
+    draw = np.random.default_rng(seed)
+    channels, rows, columns = int(draw.integers(1, 5)), int(draw.integers(5, 15)), int(draw.integers(5, 15))
+    shape, layers, size = (channels, rows, columns), [], [channels, rows, columns]
+    for _ in range(draw.integers(2, 7)):
+        kind = draw.integers(0, 6)
+        kernel = tuple(int(draw.integers(1, min(n, 5) + 1)) for n in size[1:])
+        stride = tuple(int(draw.integers(1, 3)) for _ in range(2))
+        pad = tuple(int(draw.integers(0, k // 2 + 1)) for k in kernel)
+        if kind <= 1:
+            after = int(draw.integers(1, 40))
+            layers.append(nn.Conv2d(size[0], after, kernel, stride, pad, bias=bool(draw.integers(0, 2))))
+            size[0] = after
+        elif kind <= 3:
+            pool = nn.MaxPool2d if kind == 2 else nn.AvgPool2d
+            layers.append(pool(kernel, stride, pad if draw.integers(0, 2) else 0))
+        elif kind == 4:
+            groups = int(draw.choice([g for g in range(1, size[0] + 1) if size[0] % g == 0]))
+            layers.append(nn.GroupNorm(groups, size[0]))
+        if draw.integers(0, 2):
+            layers.append([nn.ReLU(), nn.Tanh(), nn.Sigmoid()][draw.integers(0, 3)])
+        with torch.no_grad():
+            size = list(nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1:])
+    return build(
+        lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(int(np.prod(size)), 3)), shape, 3, seed, 12
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_nets_agree_with_the_reference(seed):
+    case, isa = random_case(seed), SETS[seed % len(SETS)]
+    work = works(case, 2, 1, batch=3, seed=seed)
+    for options in ({"clip": "layer", **GAUSS}, {"clip": "flat"}):
+        # GroupNorm of two or three almost equal numbers magnifies rounding
+        expected = train(reference, case, work, plan(1, **options), dtype=torch.float64)
+        got = train(native, case, work, plan(1, **options), isa=isa)
+        torch32 = train(reference, case, work, plan(1, **options))
+        size = np.abs(expected.delta).max()
+        allowed = (
+            1e-5 * size + 2e-7 * np.abs(case.start).max() + 4 * np.abs(torch32.delta - expected.delta).max()
+        )
+        assert np.abs(got.delta - expected.delta).max() <= allowed
 
 
 @pytest.mark.parametrize("isa", SETS)
