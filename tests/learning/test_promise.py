@@ -36,15 +36,15 @@ def test_server_view_uses_the_clients_own_rate_and_no_client_amplification():
 
 
 def test_per_layer_clipping_divides_the_multiplier_by_the_root_of_the_layers():
-    assert multiplier(get("fed-cdp"), SETTING, 4, 6) == pytest.approx(6 / math.sqrt(3))
+    assert multiplier(get("fed-cdp"), SETTING, 4, 6, 500) == pytest.approx(6 / math.sqrt(3))
     split = with_changes(get("fed-cdp"), {"clip.split": True})
-    assert multiplier(split, SETTING, 4, 6) == pytest.approx(6)
+    assert multiplier(split, SETTING, 4, 6, 500) == pytest.approx(6)
 
 
 @pytest.mark.parametrize(("noise_on", "expected"), [("sum", 3.464), ("example", 7.746), ("mean", 17.32)])
 def test_the_three_noises_of_the_papers_have_their_own_multiplier(noise_on, expected):
     recipe = with_changes(get("fed-cdp"), {"noise_on": noise_on, "sampling": "fixed"})
-    assert multiplier(recipe, SETTING, 4, 6) == pytest.approx(expected, rel=1e-3)
+    assert multiplier(recipe, SETTING, 4, 6, 500) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_papers_number_is_nominal_and_reproduced():
@@ -102,7 +102,7 @@ def test_noise_per_example_is_sound_only_with_a_fixed_batch():
     assert pick(claims(poisson, SETTING, moment(), 500), "server", "example", "none")
     fixed = claims(get("fed-cdp-example"), SETTING, moment(), 500)
     assert pick(fixed, "server", "example", "sound")
-    (memory,) = pick(fixed, "client-process", "example", "sound")
+    (memory,) = pick(fixed, "client-process", "example", "nominal")
     # Replace-one on per-layer clipped gradients: sigma * C / (2 C sqrt(3)).
     assert memory.event.noise.multiplier == pytest.approx(6 / (2 * math.sqrt(3)))
     assert memory.event.sampling.kind == "none"
@@ -115,7 +115,7 @@ def test_noise_on_the_sum_leaves_memory_unprotected():
 def test_the_quantile_count_is_paid():
     plain = with_changes(get("fed-cdp"), {"clip.kind": "flat"})
     counted = with_changes(get("quantile-clip"), {"clip.kind": "flat"})
-    z, paid = multiplier(plain, SETTING, 4, 6), multiplier(counted, SETTING, 4, 6)
+    z, paid = multiplier(plain, SETTING, 4, 6, 500), multiplier(counted, SETTING, 4, 6, 500)
     assert paid == pytest.approx((6**-2 + 10**-2) ** -0.5) and paid < z
 
 
@@ -148,3 +148,26 @@ def test_every_recipe_answers_every_observer(name):
 def test_a_release_groups_clients_of_equal_size():
     found = release(get("fed-cdp"), SETTING, moment(), {1: 500, 2: 400, 7: 500})
     assert {clients for clients, _ in found.groups} == {(1, 7), (2,)}
+
+
+def test_a_client_smaller_than_the_batch_gets_the_noise_of_its_own_size():
+    mean = get("fed-cdp-mean")
+    assert multiplier(mean, replace(SETTING, batch=50), 4, 6, 3) == pytest.approx(6 * 3 / math.sqrt(3))
+    assert multiplier(mean, replace(SETTING, batch=50), 4, 6, 500) == pytest.approx(6 * 50 / math.sqrt(3))
+
+
+@pytest.mark.parametrize("name", ["sum-cdp", "dp-fedavg", "fed-sdp"])
+def test_one_noise_over_shared_examples_promises_nothing_per_example(name):
+    recipe = get(name)
+    setting = replace(SETTING, copies=4, steps=1)
+    found = claims(recipe, setting, moment(steps=1), 500)
+    assert not pick(found, "public", "example", "sound") and pick(found, "public", "example", "none")
+
+
+def test_a_partition_charges_every_pass_that_holds_a_step_of_that_noise():
+    recipe = with_changes(get("fed-cdp"), {"clip.kind": "flat", "sampling": "partition"})
+    sigmas = tuple(1.0 if 20 <= step < 53 else 6.0 for step in range(100))
+    now = Round(1, (4.0,) * 100, sigmas)
+    found = pick(claims(recipe, SETTING, now, 170), "server", "example", "sound")
+    uses = {c.event.noise.multiplier: c.event.steps for c in found}
+    assert uses[1.0] == 2  # 34 steps make a pass: steps 20 to 52 lie in two of them

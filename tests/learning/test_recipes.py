@@ -69,6 +69,11 @@ def test_papers_defaults():
         ({"clip.bond": 3}, "Did you mean 'bound'"),
         ({"noise_on": "summ"}, "sum"),
         ({"sigma": "liner:3:2"}, "liner"),
+        ({"where": "client"}, "update"),
+        ({"noise_on": "example", "mechanism": "laplace", "clip.norm": "l1", "clip.kind": "flat"}, "Gaussian"),
+        ({"noise_on": "mean", "mechanism": "staircase", "clip.kind": "flat"}, "scaled"),
+        ({"clip.split": True, "mechanism": "laplace", "clip.norm": "l1"}, "split"),
+        ({"clip.rule": "quantile", "mechanism": "laplace", "clip.norm": "l1"}, "Gaussian"),
     ],
 )
 def test_impossible_combinations_are_refused_with_a_reason(changes, word):
@@ -114,3 +119,23 @@ def test_descriptions_carry_a_verdict_for_each_observer():
 )
 def test_schedules_survive_being_written_down(text):
     assert parse(as_text(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "sum-cdp"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"aggregate": "fedmed"},
+        {"aggregate": "scaffold"},
+        {"aggregate": "connectivity"},
+        {"heterogeneity": True},
+    ],
+)
+def test_what_looks_at_single_uploads_is_refused_where_they_carry_no_noise(name, change):
+    with pytest.raises(UserError, match="no noise"):
+        with_changes(get(name), change)
+
+
+def test_dropping_coordinates_before_the_noise_of_a_sum_is_refused():
+    with pytest.raises(UserError, match="before noise"):
+        with_changes(get("sum-cdp"), {"prune": 0.3})

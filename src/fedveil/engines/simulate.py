@@ -46,7 +46,7 @@ from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
 from fedveil.runs import store
-from fedveil.runs.config import RunConfig
+from fedveil.runs.config import RunConfig, check_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class Prepared:
     engine: str
     engine_reason: str
     notes: tuple[str, ...] = ()
+    data_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def prepare(
         from fedveil.models.features import apply as apply_features
 
         dataset = apply_features(dataset, config.features)
+    check_config(config)
     recipe = config.built_recipe()
     if dealt is None:
         dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
@@ -123,6 +125,7 @@ def prepare(
         examples=dealt.examples,
         layers=layout.layers,
         dimension=layout.size,
+        copies=dealt.copies,
     )
     notes: tuple[str, ...] = dataset.notes
     task = Task(
@@ -224,7 +227,11 @@ def play_round(
         "bound": now.bounds[0],
         "learning_rate": learning_rate_of(task, state.round),
     }
-    return following, facts, _diagnostics(seen)
+    private = _diagnostics(seen)
+    if task.recipe.where == "server" and task.recipe.cohort == "poisson":
+        # The amplification counts on a secret cohort, and its size tells something about it.
+        private |= {name: facts.pop(name) for name in ("clients", "uploads")}
+    return following, facts, private
 
 
 def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
@@ -277,6 +284,7 @@ def run(
     begun = time.perf_counter()
     prepared = prepare(config, dataset, module)
     task = prepared.task
+    prepared = replace(prepared, data_digest=data_digest(task))
     state = open_folder(prepared, folder, resume, command)
     with ExitStack() as stack:
         ledger = stack.enter_context(open_ledger(prepared, folder))
@@ -298,7 +306,8 @@ def run(
             lost = divergence(task.recipe, now.number, private.get("diverged_clients", ()))
             if lost is not None:
                 ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
-            facts["sat_out"] = len(drawn) - len(clients)
+            if task.own_epsilon:
+                facts["sat_out"] = len(drawn) - len(clients)
             done = record_round(
                 prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
             )
@@ -367,9 +376,9 @@ def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
     path, head = folder / "ledger.jsonl", store.ledger_head(folder / "checkpoints")
     if path.exists():
         return Ledger.open(path, head)
-    if head is not None:
+    if head is not None or (folder / "metrics.jsonl").exists():
         raise UserError(
-            f"{path} is gone, but the run has checkpoints: what was released can no longer be counted. Put the ledger "
+            f"{path} is gone, but the run has begun: what was released can no longer be counted. Put the ledger "
             "back, or start a new run"
         )
     return Ledger.create(path, header_of(prepared))
@@ -430,9 +439,18 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def data_digest(task: Task) -> str:
+    """Hash of the training data: seeded noise on other data is another release."""
+    parts = hashlib.sha256(np.ascontiguousarray(task.x).data)
+    parts.update(np.ascontiguousarray(task.y).data)
+    return parts.hexdigest()
+
+
 def fingerprint_of(prepared: Prepared, state: State, clients: np.ndarray) -> str:
     """Equal only if a replayed round is the very same release: same start, cohort, configuration, seeded noise."""
-    parts = hashlib.sha256(config_hash(prepared.config).encode())
+    parts = hashlib.sha256(
+        f"{config_hash(prepared.config)} {prepared.engine} {prepared.data_digest}".encode()
+    )
     parts.update(
         state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes()
     )

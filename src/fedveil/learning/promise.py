@@ -23,6 +23,7 @@ Scope = Literal["holder", "everyone", "single"]
 
 AFTER_UPLOAD: tuple[Observer, ...] = ("server", "participants", "public")
 NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client"
+SHARED = "several clients may hold one example, and their parts move together under one noise"
 RAW_GRADIENTS = "clipped or plain per-example gradients are in the client's memory without noise"
 
 
@@ -38,6 +39,7 @@ class Setting:
     examples: int  # |D|, distinct training examples
     layers: int
     dimension: int
+    copies: int = 1  # clients that may hold the same example
 
 
 @dataclass(frozen=True)
@@ -125,17 +127,26 @@ def joint_bound(recipe: Recipe, bound: float, layers: int) -> float:
     return bound * (layers if recipe.clip.norm == "l1" else math.sqrt(layers))
 
 
-def multiplier(recipe: Recipe, setting: Setting, bound: float, sigma: float) -> float:
-    """Noise scale on the sum over the joint bound (zero-out neighbours); bound cancels for a fixed bound."""
+def real_batch(recipe: Recipe, setting: Setting, size: int) -> float:
+    """The batch that a client of `size` examples really uses as its constant."""
+    if recipe.sampling == "full" or setting.batch >= size:
+        return float(size)
+    return float(int(setting.batch)) if recipe.sampling in ("fixed", "partition") else setting.batch
+
+
+def multiplier(recipe: Recipe, setting: Setting, bound: float, sigma: float, size: int) -> float:
+    """Noise scale on the sum over the joint bound (zero-out neighbours), for a client of `size` examples."""
     scale = sigma * (1.0 if recipe.clip.rule == "adaclip" else bound)
     if recipe.clip.split and recipe.clip.kind == "layer":
         scale = (
             sigma * bound
         )  # noise is scaled to the joint bound although each layer gets bound / sqrt(layers)
     if recipe.noise_on == "mean":
-        scale *= setting.batch if recipe.where in ("step", "sum") else setting.cohort
+        scale *= real_batch(recipe, setting, size) if recipe.where in ("step", "sum") else setting.cohort
     elif recipe.noise_on == "example":
-        scale *= math.sqrt(setting.batch if recipe.where in ("step", "sum") else setting.cohort)
+        scale *= math.sqrt(
+            real_batch(recipe, setting, size) if recipe.where in ("step", "sum") else setting.cohort
+        )
     z = scale / joint_bound(recipe, bound, setting.layers)
     if recipe.clip.rule == "quantile":
         # The count of unclipped examples is released in the same step (each example counts ±1/2): one joint
@@ -181,10 +192,14 @@ def _by_group(observer: Observer) -> Claim:
 
 def _step(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]:
     sampling, relation, divide, uses = _batch_sampling(recipe, setting, size)
-    zs = tuple(multiplier(recipe, setting, c, s) for c, s in zip(now.bounds, now.sigmas, strict=True))
+    zs = tuple(multiplier(recipe, setting, c, s, size) for c, s in zip(now.bounds, now.sigmas, strict=True))
     events = []
     for z, count in _runs(zs).items():
-        share = count if uses == setting.steps else max(1, math.ceil(uses * count / setting.steps))
+        share = count
+        if sampling.kind == "partition":
+            # A record is used once per pass: as often as there are passes that contain a step with this noise.
+            per_pass = size // int(setting.batch)
+            share = len({step // per_pass for step, value in enumerate(zs) if value == z})
         events.append(
             Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", share)
         )
@@ -227,14 +242,13 @@ def _in_memory(recipe: Recipe, setting: Setting, now: Round, uses: int) -> list[
         # Replace-one: two clipped gradients differ by at most twice the joint bound; each time an example is
         # touched is one event; who reads the memory sees which examples were drawn, so nothing is amplified.
         z = sigma * bound / (2 * joint_bound(recipe, bound, setting.layers))
-        steps = max(1, math.ceil(uses * count / setting.steps))
-        event = Event(Noise("gaussian", z), Sampling("none"), "replace-one", "example", steps)
+        event = Event(Noise("gaussian", z), Sampling("none"), "replace-one", "example", min(uses, count))
         out.append(
             Claim(
                 "client-process",
                 "example",
-                "sound",
-                "noise on every example's gradient, not amplified",
+                "nominal",
+                "holds where each gradient is noised as it is made; the engines here draw the same noise on the sum",
                 event,
             )
         )
@@ -287,7 +301,7 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
             for u in ("example", "client")
         ]
     z = (
-        multiplier(recipe, setting, now.bounds[0], now.sigmas[0])
+        multiplier(recipe, setting, now.bounds[0], now.sigmas[0], size)
         if recipe.noise_on == "sum"
         else (now.sigmas[0] * now.bounds[0] / joint_bound(recipe, now.bounds[0], setting.layers))
     )
@@ -339,7 +353,7 @@ def _server(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
         _none("server", unit, "the server receives each update before any noise")
         for unit in ("example", "client")
     ]
-    z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0])
+    z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0], size)
     sampling, relation = _cohort_sampling(recipe, setting)
     if recipe.noise_on == "example" and recipe.cohort == "poisson":
         reason = "noise per client with a random cohort: the total variance tells how many took part"
@@ -347,7 +361,8 @@ def _server(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
     else:
         why = "noise once on the sum of clipped updates; the cohort is secret"
         for observer in ("participants", "public"):
-            out += _both_units(observer, z, sampling, relation, why, "everyone")
+            both = _both_units(observer, z, sampling, relation, why, "everyone")
+            out += both if setting.copies == 1 else [both[0], _none(observer, "example", SHARED)]
     return out + _paper_rounds(recipe, setting, now)
 
 
@@ -377,17 +392,12 @@ def _paper_rounds(recipe: Recipe, setting: Setting, now: Round) -> list[Claim]:
 def _sum(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]:
     """Only the noised sum over all clients exists outside the clients. Setting.steps is 1."""
     sampling, relation, divide, uses = _batch_sampling(recipe, setting, size)
-    z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0])
+    z = multiplier(recipe, setting, now.bounds[0], now.sigmas[0], size)
     out = [_none("client-process", unit, RAW_GRADIENTS) for unit in ("example", "client")]
     for observer in AFTER_UPLOAD:
-        if recipe.noise_on == "example":
-            out.append(
-                _none(
-                    observer,
-                    "example",
-                    "noise per example on a sum of random size: the variance tells the count",
-                )
-            )
+        if recipe.noise_on == "example" or setting.copies > 1:
+            counted = "noise per example on a sum of random size: the variance tells the count"
+            out.append(_none(observer, "example", counted if recipe.noise_on == "example" else SHARED))
             out.append(_none(observer, "client", NO_CLIENT_LEVEL))
         else:
             event = Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", uses)

@@ -148,8 +148,28 @@ def check(recipe: Recipe) -> None:
         refuse("parameter shuffling sends one bit per weight: it needs mechanism = two-valued")
     if r.where in ("step", "sum") and r.target != "gradient":
         refuse(f"where = {r.where} protects examples: target must be gradient")
-    if r.where == "server" and r.target != "update":
-        refuse("where = server protects updates: target must be update")
+    if r.where in ("server", "client") and r.mechanism != "two-valued" and r.target != "update":
+        refuse(f"where = {r.where} protects updates: target must be update")
+    if r.where in ("server", "sum") and r.aggregate in ("fedmed", "scaffold", "connectivity"):
+        refuse(
+            f"aggregate = {r.aggregate} looks at single uploads, which carry no noise with where = {r.where}"
+        )
+    if r.where in ("server", "sum") and r.heterogeneity:
+        refuse(f"heterogeneity broadcasts one client's model, which carries no noise with where = {r.where}")
+    if r.where == "sum" and (r.prune > 0 or r.share < 1):
+        refuse(
+            "which coordinates are dropped depends on the sum before noise: prune and share need where = step or client"
+        )
+    if r.noise_on == "example" and r.mechanism not in ("gaussian", "none"):
+        refuse("noise_on = example adds up independent draws: only Gaussian noise stays of its kind")
+    if r.noise_on == "mean" and r.mechanism not in ("gaussian", "laplace", "none"):
+        refuse(
+            f"noise_on = mean scales the noise; {r.mechanism} noise keeps its epsilon when scaled: use noise_on = sum"
+        )
+    if clip.split and clip.norm == "l1":
+        refuse("clip.split divides an L2 bound among the layers: set clip.norm = l2 or clip.kind = flat")
+    if clip.rule == "quantile" and r.mechanism != "gaussian":
+        refuse("the noised count of the quantile rule is accounted jointly with Gaussian noise only")
     if r.mechanism in ("gaussian", "laplace", "staircase", "joint-staircase"):
         unbounded_is_the_method = r.where == "client" and r.target == "update" and r.family == "baseline"
         if clip.kind == "none" and not unbounded_is_the_method:

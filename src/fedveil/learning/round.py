@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,7 +108,7 @@ def moment_of(task: Task, state: State) -> Round:
     else:
         sigmas = values_of(recipe.sigma, index, rounds, steps)
     # Only a number of reports that is sure to arrive hides one among them.
-    sure = recipe.cohort != "poisson" and task.message_loss == 0
+    sure = recipe.cohort != "poisson" and task.message_loss == 0 and not task.own_epsilon
     return Round(index + 1, bounds, sigmas, recipe.epsilon, round(task.setting.cohort) if sure else 1)
 
 
@@ -216,7 +216,7 @@ def uploads_of(
             )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
-        update = sanitise_update(task, now, recipe, result.delta[k], client)
+        update = sanitise_update(task, _own_moment(task, now, client), recipe, result.delta[k], client)
         below = None
         if recipe.clip.rule == "quantile":
             pairs = task.setting.batch * task.setting.steps
@@ -225,6 +225,13 @@ def uploads_of(
             spread = recipe.clip.count_noise * math.sqrt(task.setting.steps)
             below = 0.5 + (half + spread * float(noise.normals(key, 0, 1)[0])) / pairs
         yield Upload(client, update, below)
+
+
+def _own_moment(task: Task, now: Round, client: int) -> Round:
+    """The round with the client's own noise multiplier, where it has one."""
+    if client not in task.own:
+        return now
+    return replace(now, sigmas=(task.own[client][1],) * len(now.sigmas))
 
 
 def sanitise_update(task: Task, now: Round, recipe: Recipe, update: np.ndarray, client: int) -> np.ndarray:
@@ -454,6 +461,10 @@ def _finish(
 ) -> tuple[State, dict[str, Any]]:
     server = {**state.server, **memory}
     done = state.round + 1
+    if task.recipe.downlink_sigma > 0:
+        key = derive(task.root, "downlink", now.number)[:16]
+        spread = np.float32(task.recipe.downlink_sigma * now.bounds[0])
+        weights = weights + spread * noise.normals(key, 0, weights.size)
     if task.average > 0 and done > math.floor(task.setting.rounds * (1 - task.average)):
         server["average_sum"] = state.server.get("average_sum", np.zeros(weights.size)) + weights
         server["average_count"] = state.server.get("average_count", np.zeros(1)) + 1

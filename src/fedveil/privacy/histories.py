@@ -263,9 +263,14 @@ def worst(
 
 
 def _larger(one: Answer, other: Answer) -> Answer:
+    """The larger epsilon; nominal if either is, since then the larger one bounds nothing."""
     if one.epsilon is None or (other.epsilon is not None and other.epsilon <= one.epsilon):
-        return one
-    return other
+        larger, smaller = one, other
+    else:
+        larger, smaller = other, one
+    if larger.verdict == "sound" and smaller.verdict == "nominal":
+        return replace(larger, verdict="nominal", reason=smaller.reason)
+    return larger
 
 
 def _family(event: Event) -> tuple:

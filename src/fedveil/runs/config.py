@@ -192,11 +192,12 @@ def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, wher
     except ValidationError as wrong:
         raise UserError(_explain(wrong, where)) from None
     config.built_recipe()
-    _cross_check(config)
+    check_config(config)
     return config
 
 
-def _cross_check(config: RunConfig) -> None:
+def check_config(config: RunConfig) -> None:
+    """Refuse settings that are fine alone but not together."""
     recipe = config.built_recipe()
     if config.cohort_size is not None and config.cohort_size > config.clients:
         raise UserError(f"cohort_size = {config.cohort_size} is above clients = {config.clients}")
@@ -207,6 +208,19 @@ def _cross_check(config: RunConfig) -> None:
     if config.target_accuracy is not None and config.validation <= 0:
         raise UserError(
             "target_accuracy needs a public validation set: set validation = 0.1 (rows set aside and treated as public)"
+        )
+    if config.client_epsilons and recipe.where not in ("step", "client"):
+        raise UserError(
+            f"client_epsilons: with where = {recipe.where} there is one noise for all, not one per client"
+        )
+    if config.client_epsilons and recipe.mechanism == "two-valued":
+        raise UserError(
+            "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
+        )
+    if config.fixed_variance is not None and recipe.clip.rule == "quantile":
+        raise UserError(
+            "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
+            "composes: use one of the two"
         )
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")

@@ -144,6 +144,7 @@ def play(
     """
     from fedveil.engines.simulate import train_cohort
     from fedveil.keys import entropy
+    from fedveil.learning.promise import divergence
     from fedveil.learning.round import State, moment_of, recipe_of, uploads_of
 
     config, policy = _agreed(facts, owner, secure=root_of is None)
@@ -183,6 +184,10 @@ def play(
                 return said, {"bits": upload.bits}
             _to_shuffler(owner, facts, upload.bits, task.layout.size)
             return said | {"status": "shuffled"}, {}
+    # That training met numbers that are not finite depends on the data: telling so ends the promise.
+    lost = divergence(recipe, now.number, (0,))
+    if lost is not None:
+        charge(owner, policy, lost, secure=root_of is None, within_budget=False)
     return {"status": "diverged", "round": number, "client": owner.client, "ticket": facts.get("ticket")}, {}
 
 
@@ -284,8 +289,11 @@ def own_release(prepared: Any, now: Any, client: int, run: str) -> Any:
     return Release(now.number, (((0,), tuple(found)),), note=run)
 
 
-def charge(owner: Owner, policy: Policy, release: Any, secure: bool) -> None:
-    """Write the release to the node's ledger, synced, or refuse it if it is over the owner's budget."""
+def charge(owner: Owner, policy: Policy, release: Any, secure: bool, within_budget: bool = True) -> None:
+    """Write the release to the node's ledger, synced, or refuse it if it is over the owner's budget.
+
+    The server chooses each round's noise, possibly after what it saw, so the budget is a Rényi filter.
+    """
     from fedveil.privacy.ledger import Budget, Header, Ledger, Locked
 
     path = owner.home / "ledger.jsonl"
@@ -306,13 +314,15 @@ def charge(owner: Owner, policy: Policy, release: Any, secure: bool) -> None:
     with ledger:
         if not secure and not ledger.header.simulated:
             raise Refused("this ledger is for secure noise; use another home for repeatable noise")
-        if policy.maximum_epsilon is not None:
+        if policy.maximum_epsilon is not None and within_budget:
             # The policy of today is the budget: an owner may lower or raise it. A refusal is not recorded, or
             # anybody could end a node's work by asking for too much once.
             stated = ledger.header
             ledger.header = replace(
                 stated,
-                budgets=(Budget(policy.maximum_epsilon, policy.observer, policy.unit, delta=policy.delta),),
+                budgets=(
+                    Budget(policy.maximum_epsilon, policy.observer, policy.unit, delta=policy.delta, accountant="rdp"),
+                ),
             )
             over = ledger.would_exceed(release)
             ledger.header = stated

@@ -26,7 +26,7 @@ from fedveil.engines.flower.owner import deployable
 from fedveil.engines.simulate import OnRound, Prepared
 from fedveil.errors import UserError, did_you_mean
 from fedveil.learning.plan import LocalPlan
-from fedveil.learning.promise import Round, joint_bound
+from fedveil.learning.promise import Round, divergence, joint_bound
 from fedveil.learning.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
 from fedveil.models import nets
 from fedveil.privacy.ledger import Ledger
@@ -165,6 +165,9 @@ def _play(
     ledger.spend(simulate.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
     ticket = ledger.head[0]
     found = exchange(grid, prepared, state, now, clients, crowd, ticket, options)
+    lost = divergence(task.recipe, now.number, clients.tolist() if found.tally.get("diverged") else ())
+    if lost is not None:
+        ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
     arrived = found.shuffled if task.recipe.channel == "shuffle-parameters" else len(found.uploads)
     if arrived >= least_of(task, now, clients, options) or (
         len(clients) == 0 and task.recipe.where == "server"
@@ -222,7 +225,9 @@ def prepare(
     def nobody(client: int) -> np.ndarray:
         raise RuntimeError(f"rows of client {client} are on its node")
 
-    dealt = Partition("nodes", config.clients, 1, sum(sizes), nobody, lambda client: sizes[client])
+    shared = config.partition in ("copies", "overlap") or "examples_per_client" in config.partition_options
+    copies = config.clients if shared else 1  # nodes with data of their own are taken at their word: disjoint
+    dealt = Partition("nodes", config.clients, copies, sum(sizes), nobody, lambda client: sizes[client])
     if config.features:
         raise UserError("features = … over Flower: put the features into the data files of nodes and server")
     module = nets.build(model, dataset.shape, dataset.classes, config.seed, **config.model_options)
