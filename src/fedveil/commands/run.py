@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    track: Annotated[
+        str | None, typer.Option(help="Also send every round to: tensorboard or mlflow.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a recipe across clients and state what each observer may learn.
@@ -58,7 +62,8 @@ def run(
         config = open_run(out).config
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
-    result = _with_progress(config, _job(simulate, config, folder, command, resume), as_json)
+    with _tracker(track, folder, config) as send:
+        result = _with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
     if config.report:
         _write_report([folder], folder / "report.html")
     if as_json:
@@ -174,8 +179,29 @@ def demo(
     print(f"Both runs side by side: {out / 'report.html'}")
 
 
-def _job(simulate: Any, config: Any, folder: Path, command: str, resume: bool = False) -> Any:
-    return lambda hook: simulate(config, folder, resume=resume, on_round=hook, command=command)
+def _tracker(kind: str | None, folder: Path, config: Any) -> Any:
+    """A context that gives a callback per round, or None where nothing is tracked."""
+    if kind is None:
+        return nullcontext()
+    from fedveil.runs.track import tracker
+
+    return tracker(kind, folder, config)
+
+
+def _job(
+    simulate: Any, config: Any, folder: Path, command: str, resume: bool = False, send: Any = None
+) -> Any:
+    """The run as a function of the progress display's callback; `send` is called after every round too."""
+
+    def work(hook: Any) -> Any:
+        def both(facts: Any) -> None:
+            for call in (hook, send):
+                if call is not None:
+                    call(facts)
+
+        return simulate(config, folder, resume=resume, on_round=both, command=command)
+
+    return work
 
 
 def recipes(as_json: JsonOption = False) -> None:

@@ -21,11 +21,12 @@ Tensor = torch.Tensor
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched product (written to `out`) whose every matrix is the same whatever else is in the batch.
 
-    A batch of one goes through another routine, which rounds differently when it is a matrix times a vector.
+    Matrix times vector goes through one routine for a batch of one, another for more, a third when the output is not
+    contiguous, and these round differently: such products are never alone and never written in place.
     """
-    if a.shape[0] == 1 and 1 in (a.shape[1], a.shape[2], b.shape[2]):
-        alone = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-        return alone if out is None else out.copy_(alone)
+    if 1 in (a.shape[1], a.shape[2], b.shape[2]):
+        product = torch.bmm(a, b) if a.shape[0] > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        return product if out is None else out.copy_(product)
     return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
 
 

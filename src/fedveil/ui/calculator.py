@@ -55,14 +55,14 @@ def calculate(
             found = answer([event], delta, name, honest=honest)
         except (ArithmeticError, ValueError):
             found = Answer(name, None, delta, "none", "the numbers are too extreme for this method")
-        value = found.epsilon if found.epsilon is not None and math.isfinite(found.epsilon) else None
+        finite = found.epsilon if found.epsilon is not None and math.isfinite(found.epsilon) else None
         rows.append(
             {
                 **asdict(found),
-                "epsilon": value,
+                "epsilon": finite,
                 "title": title,
-                "meaning": meaning(value, found.delta, found.verdict),
-                "strength": strength(value, found.verdict),
+                "meaning": meaning(finite, found.delta, found.verdict),
+                "strength": strength(finite, found.verdict),
             }
         )
     order = {"sound": 0, "nominal": 1, "none": 2}
