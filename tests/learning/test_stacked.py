@@ -14,7 +14,7 @@ from torch import nn
 
 from fedveil.errors import UserError
 from fedveil.learning import reference, stacked
-from fedveil.learning.layers import Given, Outer, materialise, measure, sum_up
+from fedveil.learning.layers import Given, Outer, bmm, materialise, measure, sum_up
 
 VECTORS = ("control", "anchor", "shift", "scale")
 OPTIONS = [
@@ -110,6 +110,8 @@ def test_equals_the_reference_for_random_nets_and_plans(
     )
     one = train(reference, case, work, what, dtype=torch.float64)
     assert largest_difference(one, train(stacked, case, work, what, dtype=torch.float64)) < 1e-9
+    together = train(stacked, case, work, what, chunk=2)
+    assert same_bits(together, train(stacked, case, work, what, chunk=1))
 
 
 PRIVATE = {"clip": "layer", "noise": "gaussian", "sensitivity": "l2-max"}
@@ -232,6 +234,36 @@ def test_norms_and_sums_of_outer_products_equal_the_materialised_ones(bias, posi
         out = torch.empty(2, whole.shape[2], dtype=torch.float64)
         sum_up(capture, factors, out)
         torch.testing.assert_close(out, (factors[:, :, None] * whole).sum(1))
+
+
+SIDES = st.sampled_from([1, 2, 3, 5, 8, 16, 25, 33, 64, 130, 300])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    clients=st.integers(2, 9),
+    sides=st.tuples(SIDES, SIDES, SIDES),
+    gap=st.integers(0, 3),
+    double=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_each_product_of_a_batch_has_the_bits_it_has_alone(clients, sides, gap, double, seed):
+    (rows, inner, columns), dtype = sides, torch.float64 if double else torch.float32
+    make = torch.Generator().manual_seed(seed)
+    a = torch.randn(clients, rows, inner, generator=make, dtype=dtype)
+    b = torch.randn(clients, columns, inner, generator=make, dtype=dtype)
+
+    def products(chosen: slice) -> torch.Tensor:
+        one, other = a[chosen].clone(), b[chosen].clone().transpose(1, 2)
+        flat = torch.zeros(len(one), gap + rows * columns, dtype=dtype)
+        bmm(one, other, flat[:, gap:].view(-1, rows, columns))
+        assert gap or torch.equal(flat.view(-1, rows, columns), bmm(one, other))
+        return flat
+
+    whole = products(slice(None))
+    for size in (1, 2):
+        parts = [products(slice(at, at + size)) for at in range(0, clients, size)]
+        assert torch.equal(whole, torch.cat(parts))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     contiguous, and these round differently: such products are never alone and never written in place.
     """
     if 1 in (a.shape[1], a.shape[2], b.shape[2]):
-        product = torch.bmm(a, b) if a.shape[0] > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        product = (
+            torch.bmm(a, b) if a.shape[0] > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        )
         return product if out is None else out.copy_(product)
     return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
 
