@@ -334,3 +334,13 @@ def test_bad_values_name_the_option_and_the_range(one, delta, word):
 def test_unknown_accountant_suggests_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'moments'"):
         answer([event(1.0)], 1e-5, "moment")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mechanism", ["laplace", "staircase", "gaussian"])
+def test_numbers_too_extreme_for_a_grid_are_answered_or_refused_never_a_crash(mechanism):
+    event = Event(Noise(mechanism, 1e-3, norm="l1" if mechanism == "laplace" else "l2"), steps=1_000_000)
+    for accountant in ACCOUNTANTS:
+        found = answer([event], 1e-5, accountant)
+        assert (found.epsilon is None) == (found.verdict == "none")
+        assert found.epsilon is None or found.epsilon > 100

@@ -284,7 +284,10 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
         for kind, n in todo.items():
             release, copies = _loss(kind)
             losses[release] = losses.get(release, 0) + n * copies
-        solution = pld.solve(losses, growth=1.5) if fresh else memo.solution.more(losses)
+        try:
+            solution = pld.solve(losses, growth=1.5) if fresh else memo.solution.more(losses)
+        except (ArithmeticError, ValueError) as wrong:
+            raise Refused("the privacy loss is too large for a grid in floating point: use rdp") from wrong
     else:
         orders = renyi.MOMENTS if accountant == "moments" else renyi.TODAY
         solution = np.zeros(len(orders)) if fresh else memo.solution.copy()

@@ -111,7 +111,8 @@ def variance(release: Sampled) -> float:
     if release.pair.atoms:
         at, p = np.array(release.pair.atoms).T
         loss = np.append(loss, _amplify(at, release.rate))
-        mass = np.append(mass, release.rate * p + (1 - release.rate) * p * np.exp(-at))
+        with np.errstate(over="ignore", invalid="ignore"):
+            mass = np.append(mass, release.rate * p + (1 - release.rate) * p * np.exp(-at))
     mean = mass @ loss / mass.sum()
     return float(mass @ (loss - mean) ** 2)
 
