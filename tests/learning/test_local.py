@@ -173,8 +173,8 @@ def test_a_lost_worker_is_a_clear_error_not_a_hang():
     case = mlp()
     with local.Workers(2) as pool:
         train(local, case, works(case), plan(), engine="stacked", workers=pool)
-        for process in list(pool._pool._processes.values()):
-            os.kill(process.pid, signal.SIGKILL)
+        for process in pool.processes():
+            os.kill(process, signal.SIGKILL)
         with pytest.raises(UserError, match="worker process ended"):
             train(local, case, works(case), plan(), engine="stacked", workers=pool)
 
@@ -191,7 +191,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
                 case = mlp()
                 pool = local.Workers(2)
                 train(local, case, works(case), plan(), engine="stacked", workers=pool)
-                print(*pool._pool._processes, flush=True)
+                print(*pool.processes(), flush=True)
                 time.sleep(60)
         """)
     )

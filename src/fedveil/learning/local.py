@@ -261,6 +261,10 @@ class Workers:
         self._arrays.clear()
         self._files.close()
 
+    def processes(self) -> list[int]:
+        """Numbers of the running processes (they start with the first call)."""
+        return list(self._pool._processes or {})
+
     def _share(self, name: str, array: Any) -> _Shared:
         known = self._arrays.get(name)
         if known is not None and known[0] is array:
