@@ -2,6 +2,7 @@
 
     FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.headline --results headline.jsonl [--only mnist:B:0.823] …
     python -m bench.headline --results headline.jsonl --show        prints docs/headline.md's table
+    python -m bench.headline --results path.jsonl --path            one choice changed at a time (MNIST, epsilon 0.823)
 
 Each line of the results is one run, found again by its name: an interrupted bench goes on where it stopped. A run is
 exactly `fedveil plan --dataset … --epsilon … --clients … --observer … --out plan.toml` followed by
@@ -38,29 +39,75 @@ CASES = (
 OBSERVER = {"A": "server", "B": "sum"}
 
 
-def config_for(dataset: str, letter: str, clients: int, epsilon: float, seed: int) -> Any:
+# What one choice is worth: changes to the planned configuration of MNIST, travel (learning rate x bound x rounds) kept.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as planned": {},
+    "no whitening (ridge = 1)": {"features": "scattering:components={components},ridge=1"},
+    "100 directions": {"features": "scattering:components=100,ridge=0.0003"},
+    "300 directions": {"features": "scattering:components=300,ridge=0.0003"},
+    "1500 directions": {"features": "scattering:components=1500,ridge=0.0003"},
+    "clip bound 1.4 (nothing clipped)": {"clip": 1.4},
+    "clip bound 0.02": {"clip": 0.02},
+    "5 rounds": {"rounds": 5},
+    "20 rounds": {"rounds": 20},
+    "200 rounds": {"rounds": 200},
+    "no averaging": {"average": 0.0},
+    "random start, with bias": {"model_options": {}},
+    "Poisson batches of a tenth": {"batch": 0.1},
+    "half the travel": {"travel": 0.5},
+    "twice the travel": {"travel": 2.0},
+}
+
+
+def vary(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with one choice changed."""
+    out = {**values, "protect": dict(values["protect"])}
+    for key, value in change.items():
+        if key == "clip":
+            out["learning_rate"] *= out["protect"]["clip.bound"] / value
+            out["protect"]["clip.bound"] = value
+        elif key == "rounds":
+            out["learning_rate"] *= out["rounds"] / value
+            out["rounds"] = value
+        elif key == "travel":
+            out["learning_rate"] *= value
+        elif key == "batch":
+            out["batch_size"] = value * out["batch_size"]
+            out["protect"]["sampling"] = "poisson"
+        elif key == "features":
+            out["features"] = value.format(components=out["features"].split("=")[1].split(",")[0])
+        else:
+            out[key] = value
+    return out
+
+
+def config_for(
+    dataset: str, letter: str, clients: int, epsilon: float, seed: int, change: dict[str, Any]
+) -> Any:
     """The planned configuration; epsilon 0 stands for the plan of epsilon 8 without noise."""
     from fedveil.learning import planner
     from fedveil.runs.config import make_config
 
     shape = planner.KNOWN[dataset]
     found = planner.plan(shape, epsilon=epsilon or 8.0, clients=clients, observer=OBSERVER[letter])
-    values = planner.config_of(found, shape, dataset)
+    values = vary(planner.config_of(found, shape, dataset), change)
     values |= {"seed": seed, "split_seed": seed, "report": False, "diagnostics": False}
-    values |= {"evaluate_every": found.rounds, "checkpoint_every": found.rounds}
+    values |= {"evaluate_every": values["rounds"], "checkpoint_every": values["rounds"]}
     if epsilon == 0:
         values |= {"calibrate": False, "target_epsilon": None}
         values["protect"] = {**values["protect"], "sigma": 1e-9}
     return make_config(values)
 
 
-def run_one(dataset: str, letter: str, clients: int, epsilon: float, seed: int) -> dict[str, Any]:
+def run_one(
+    dataset: str, letter: str, clients: int, epsilon: float, seed: int, variant: str = "as planned"
+) -> dict[str, Any]:
     """One run in a folder that is thrown away; the lines the table needs."""
     from fedveil.engines.simulate import run
 
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        config = config_for(dataset, letter, clients, epsilon, seed)
+        config = config_for(dataset, letter, clients, epsilon, seed, VARIANTS[variant])
         result = run(config, Path(folder) / "run")
     (row,) = (r for r in result["ledger"] if (r["observer"], r["unit"]) == ("server", "example"))
     return {
@@ -69,6 +116,7 @@ def run_one(dataset: str, letter: str, clients: int, epsilon: float, seed: int) 
         "clients": clients,
         "target_epsilon": epsilon,
         "seed": seed,
+        "variant": variant,
         "accuracy": result["test_accuracy"],
         "epsilon": row["epsilon"] if epsilon else None,
         "verdict": row["verdict"] if epsilon else "none",
@@ -82,8 +130,37 @@ def run_one(dataset: str, letter: str, clients: int, epsilon: float, seed: int) 
 def read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Finished runs by their name."""
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {(r["dataset"], r["observer"], r["clients"], r["target_epsilon"], r["seed"]): r for r in rows}
+    names = ("dataset", "observer", "clients", "target_epsilon", "seed")
+    found = {}
+    for row in map(json.loads, lines):
+        found[(*(row[name] for name in names), row.get("variant", "as planned"))] = row
+    return found
+
+
+def do(path: Path, *name: Any) -> None:
+    """Run one case unless it is done, and note it."""
+    if name in read(path):
+        return
+    line = run_one(*name)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line), flush=True)
+
+
+def walk(path: Path) -> None:
+    """Every variant for both observers, three seeds each; then the table."""
+    for letter in "BA":
+        for variant in VARIANTS:
+            for seed in range(3):
+                do(path, "mnist", letter, 100, 0.823, seed, variant)
+    done = read(path)
+    print("| one choice changed | B | A, 100 clients |\n|---|---|---|")
+    for variant in VARIANTS:
+        means = [
+            statistics.mean(r["accuracy"] for k, r in done.items() if k[1] == letter and k[5] == variant)
+            for letter in "BA"
+        ]
+        print(f"| {variant} | {means[0]:.4f} | {means[1]:.4f} |")
 
 
 def show(path: Path) -> None:
@@ -111,7 +188,11 @@ def main() -> None:
         "--only", nargs="*", default=[], help="dataset[:observer[:clients[:epsilon]]], several allowed"
     )
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--path", action="store_true")
     given = parser.parse_args()
+    if given.path:
+        walk(given.results)
+        return
     if given.show:
         show(given.results)
         return
@@ -121,12 +202,7 @@ def main() -> None:
             if given.only and not any(name[: len(o.split(":"))] == o.split(":") for o in given.only):
                 continue
             for seed in range(seeds if budget else 1):
-                if (dataset, letter, clients, budget, seed) in read(given.results):
-                    continue
-                line = run_one(dataset, letter, clients, budget, seed)
-                with given.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(json.dumps(line), flush=True)
+                do(given.results, dataset, letter, clients, budget, seed, "as planned")
 
 
 if __name__ == "__main__":
