@@ -230,11 +230,18 @@ inline float total(V x) {
     return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define FV_MIX(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t I4 __attribute__((vector_size(16)));
+#define FV_MIX(a, b, i, j, k, l) __builtin_shuffle(a, b, I4{i, j, k, l})
+#endif
+
 inline F4 totals(V a, V b, V c, V d) {
     const F4 qa = quarter(a), qb = quarter(b), qc = quarter(c), qd = quarter(d);
-    const F4 ab = __builtin_shufflevector(qa, qb, 0, 4, 1, 5) + __builtin_shufflevector(qa, qb, 2, 6, 3, 7);
-    const F4 cd = __builtin_shufflevector(qc, qd, 0, 4, 1, 5) + __builtin_shufflevector(qc, qd, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    const F4 ab = FV_MIX(qa, qb, 0, 4, 1, 5) + FV_MIX(qa, qb, 2, 6, 3, 7);
+    const F4 cd = FV_MIX(qc, qd, 0, 4, 1, 5) + FV_MIX(qc, qd, 2, 6, 3, 7);
+    return FV_MIX(ab, cd, 0, 1, 4, 5) + FV_MIX(ab, cd, 2, 3, 6, 7);
 }
 
 // y[e * ldy + o] = <x[e], w[o]>, rows padded to whole vectors.
