@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedveil.commands.common import JsonFlag, emit, figure, print_table
+from fedveil.commands.common import JsonFlag, TrustFlag, emit, figure, print_table
 from fedveil.errors import UserError, did_you_mean
 
 KINDS = ("gradient", "membership", "attribute", "decoder", "all")
@@ -71,6 +71,7 @@ def attack(
     out: Annotated[
         Path | None, typer.Option(help="Folder for results (default with a run: RUN/attacks).")
     ] = None,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Attack a run, or a recipe alone, and measure what the adversary gets.
@@ -122,6 +123,9 @@ def attack(
         result: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
         emit(result, as_json, lambda: _show_gradients(rows))
         return
+    from fedveil.runs.store import open_run, refuse_foreign_code
+
+    refuse_foreign_code(open_run(run), trust_code)
     results = _on_run(
         run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data
     )
@@ -185,6 +189,7 @@ def audit(
         float, typer.Option(min=1e-9, max=0.5, help="Probability of a false accusation.")
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Chooses canaries and their coins.")] = 0,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Replay a run's recipe with canaries and test the promise in its ledger. Exit code 1: a sound promise is broken.
@@ -196,7 +201,9 @@ def audit(
       fedveil audit runs/first --canaries 2000 --json
     """
     from fedveil.attacks import campaign
+    from fedveil.runs.store import open_run, refuse_foreign_code
 
+    refuse_foreign_code(open_run(run), trust_code)
     figures, code = campaign.audit_run(
         run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
     )

@@ -13,6 +13,9 @@ import typer
 
 from fedveil.errors import UserError, did_you_mean
 
+TrustFlag = Annotated[
+    bool, typer.Option("--trust-code", help="Import the module:function that a run directory names.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 DeltaOption = Annotated[float, typer.Option("--delta", help="The delta of the promise: 0 to below 1.")]
 PlotOption = Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedveil.commands.common import TrustFlag
 from fedveil.errors import UserError
 
 
@@ -35,6 +36,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    trust_code: TrustFlag = False,
     track: Annotated[
         str | None, typer.Option(help="Also send every round to: tensorboard or mlflow.")
     ] = None,
@@ -52,14 +54,16 @@ def run(
     """
     from fedveil.engines.simulate import run as simulate
     from fedveil.runs.config import load_config
-    from fedveil.runs.store import open_run
+    from fedveil.runs.store import open_run, refuse_foreign_code
 
     changes = [*change, *([f'data="{data}"'] if data else [])]
     if resume and out is None:
         raise UserError("--resume needs --out DIR: the run to continue")
     config = load_config(name, changes)
     if resume and out is not None and (out / "run.json").exists() and not change:
-        config = open_run(out).config
+        before = open_run(out)
+        refuse_foreign_code(before, trust_code)
+        config = before.config
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
     with _tracker(track, folder, config) as send:

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -157,7 +157,7 @@ def stream(
         while part := list(islice(clients, chunk or _NATIVE_CHUNK * count)):
             yield native.train(module, start, x, y, part, plan, threads=count)
         return
-    size = chunk or _chunk(name, module, x, first)
+    size = chunk or _chunk(name, module, x, first, len(work) if isinstance(work, Sized) else None)
     chunks = iter(lambda: list(islice(clients, size)), [])
     options = (
         {"dtype": dtype}
@@ -181,10 +181,12 @@ def _engine(name: str) -> ModuleType:
     return {"stacked": stacked, "functional": functional, "reference": reference}[name]
 
 
-def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork) -> int:
+def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork, total: int | None) -> int:
+    """What the cache holds; if the cohort is known, in chunks of nearly equal size."""
     if name != "stacked":
         return 1
-    return stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), stacked.typical_width(first))
+    most = stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), stacked.typical_width(first))
+    return most if not total else -(-total // -(-total // most))
 
 
 def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:

@@ -211,6 +211,21 @@ def open_run(path: str | Path) -> Run:
     return Run(folder, config, facts)
 
 
+def names_code(config: RunConfig) -> str:
+    """The module:function that a configuration would import and call, or ''. A stored one may be a stranger's."""
+    found = [name for name in (config.dataset, config.model) if ":" in name and not Path(name).is_file()]
+    return found[0] if found else ""
+
+
+def refuse_foreign_code(run: Run, trust: bool) -> None:
+    """A run directory must not run code by being opened: importing what it names needs the user's word."""
+    name = names_code(run.config)
+    if name and not trust:
+        raise UserError(
+            f"{run.path} names code to import and call: '{name}'. If you wrote it and trust this directory, add --trust-code"
+        )
+
+
 def list_runs(folder: Path) -> Iterator[Run]:
     """Every readable run directly below `folder`, newest first."""
     found = [item for item in folder.iterdir() if (item / "run.json").is_file()] if folder.is_dir() else []
