@@ -67,7 +67,7 @@ MNIST = (1, 28, 28)
 CASES = {
     case.name: case
     for case in (
-        Case("cnn", "MNIST CNN, B=5", _net("papers-cnn", MNIST, 10), MNIST, 10, 5, 8, 6, 24),
+        Case("cnn", "MNIST CNN, B=5", _net("papers-cnn", MNIST, 10), MNIST, 10, 5, 14, 5, 24),
         Case("adult", "MLP 105-64-32-2, B=3", _net("papers-mlp", (105,), 2), (105,), 2, 3, 64, 20, 60),
         Case("cancer", "MLP 30-64-32-2, B=4", _net("papers-mlp", (30,), 2), (30,), 2, 4, 64, 20, 60),
         Case(

@@ -174,9 +174,8 @@ def pfl_round(m: Material) -> Racer:
 
     module = Model()
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
-    per_user = (
-        4  # users train longer than our stacks do, so that pfl's cost per user weighs no more than it should
-    )
+    # Users train longer than our clients do, so that pfl's cost per user weighs no more than it should.
+    per_user = 7
     rows = [
         torch.cat([torch.as_tensor(w.rows.reshape(-1)).long() for w in m.work[i : i + per_user]])
         for i in range(0, len(m.work), per_user)
