@@ -145,8 +145,8 @@ def up(
             + ("" if detach else "   (in another terminal; Ctrl-C here stops all)")
         )
 
-    emit(found, as_json, show)
     if detach:
+        emit(found, as_json, show)
         return
     import signal
 
@@ -154,7 +154,9 @@ def up(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
-    try:
+    try:  # nothing is announced before an interrupt would also stop it
+        emit(found, as_json, show)
+        sys.stdout.flush()
         while (home / "stack.json").exists():
             time.sleep(0.5)
     except KeyboardInterrupt:
