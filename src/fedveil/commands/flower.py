@@ -156,7 +156,7 @@ def up(
     signal.signal(signal.SIGTERM, leave)
     try:  # nothing is announced before an interrupt would also stop it
         emit(found, as_json, show)
-        sys.stdout.flush()
+        print(end="", flush=True)
         while (home / "stack.json").exists():
             time.sleep(0.5)
     except KeyboardInterrupt:
