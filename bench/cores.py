@@ -24,17 +24,19 @@ from fedveil.learning import local
 
 def measure(engine: str, rounds: int) -> dict[str, Any]:
     """Best wall seconds with one worker and with two, and their ratio."""
-    case = Case(**{**CASES["cnn"].__dict__, "clients": 64 if engine == "native" else 56, "steps": 20})
+    native = engine == "native"
+    case = Case(**{**CASES["cnn"].__dict__, "clients": 100 if native else 56, "steps": 50 if native else 20})
+    chunk = None if native else 7
     m = material(case)
     x, y, plan = m.x.numpy(), m.y.numpy(), plans(case)["private"]
     wall: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with local.Workers(2) as pool:
-        two = 2 if engine == "native" else pool
+        two = 2 if native else pool
         for turn in range(rounds + 1):
             for count, workers in ((1, 1), (2, two)):
                 began, used = time.perf_counter(), _cpu(pool)
-                local.train(m.module, m.start, x, y, m.work, plan, engine=engine, workers=workers, chunk=7)
+                local.train(m.module, m.start, x, y, m.work, plan, engine=engine, workers=workers, chunk=chunk)
                 if turn:  # the first round warms up and starts the processes
                     wall[count].append(time.perf_counter() - began)
                     cpu[count].append(_cpu(pool) - used)
