@@ -23,13 +23,7 @@ def build() -> typer.Typer:
         help="Train across private data, state what each observer can learn, attack the run to prove it.",
     )
     for group in GROUPS:
-        try:
-            module = importlib.import_module(f"fedveil.commands.{group}")
-        except ModuleNotFoundError as missing:
-            if missing.name != f"fedveil.commands.{group}":
-                raise
-            continue
-        module.register(app)
+        importlib.import_module(f"fedveil.commands.{group}").register(app)
     return app
 
 

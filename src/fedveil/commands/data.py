@@ -56,7 +56,11 @@ def list_datasets(data: Path | None = _DATA, as_json: bool = _JSON) -> None:
     )
 
 
-def get_dataset(name: str, data: Path | None = _DATA, as_json: bool = _JSON) -> None:
+def get_dataset(
+    name: str = typer.Argument(..., help="A dataset's name, see `fedveil data list`."),
+    data: Path | None = _DATA,
+    as_json: bool = _JSON,
+) -> None:
     """Fetch a dataset (mnist, fashion_mnist, cifar10, adult, lfw) into the data folder, and check it.
 
     Example:  fedveil data get mnist --data ~/data
