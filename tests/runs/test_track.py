@@ -67,6 +67,30 @@ def test_mlflow_gets_each_round_and_no_private_figure(
     )
 
 
+def test_mlflow_itself_reads_back_what_was_exported(config: RunConfig, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow's database store is not installed")
+    target = f"sqlite:///{tmp_path / 'tracked.db'}"
+    simulate(config, tmp_path / "run")
+    export(tmp_path / "run", "mlflow", target)
+    client = mlflow.MlflowClient(target)
+    (found,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    lines = open_run(tmp_path / "run").metrics
+    history = client.get_metric_history(found.info.run_id, "test_accuracy")
+    assert [(m.step, m.value) for m in history] == [(line["round"], line["test_accuracy"]) for line in lines]
+    assert found.info.run_name == "tracked" and found.data.params["recipe"] == "fed-cdp"
+    assert not {"loss", "norm_mean"} & set(found.data.metrics)
+
+
+def test_a_store_that_mlflow_refuses_is_explained(config: RunConfig, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    with (
+        pytest.raises(UserError, match=r"nowhere.*MLflow refuses"),
+        tracker("mlflow", tmp_path, config, "nowhere://x"),
+    ):
+        pass
+
+
 def test_tensorboard_reads_back_what_was_exported(config: RunConfig, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -73,6 +73,11 @@ def _writer(kind: str, folder: Path, config: RunConfig, target: str | None) -> I
         raise UserError("--track mlflow: the package is missing; pip install mlflow") from None
     if target:
         mlflow.set_tracking_uri(target)
-    with mlflow.start_run(run_name=name):
+    try:  # the first words with the store: a wrong address or kind of store shows here
+        active = mlflow.start_run(run_name=name)
+    except mlflow.exceptions.MlflowException as wrong:
+        where = f"--target {target}" if target else "--track mlflow"
+        raise UserError(f"{where}: MLflow refuses it: {wrong}") from None
+    with active:
         mlflow.log_params({k: v[:500] for k, v in settings.items()})
         yield lambda key, value, step: mlflow.log_metric(key, value, step=step)
