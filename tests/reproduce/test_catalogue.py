@@ -98,6 +98,19 @@ def test_shrinking_keeps_the_share_of_clients_per_round():
     assert after["cohort_size"] < before["cohort_size"]
 
 
+@pytest.mark.parametrize(
+    ("name", "column", "recipes"),
+    [("p1-table4", "C=4", ["fed-cdp"]), ("p1-table5", "sigma=6", ["fed-cdp"]),
+     ("p3-table5", "C=4", ["fed-sdp", "fed-cdp", "fed-alpha-cdp"])],
+)  # fmt: skip
+def test_a_sweep_shares_its_default_with_the_tables_that_do_not_vary_it(name, column, recipes):
+    shared = {job for job in catalogue()["p3-table6"].jobs() if isinstance(job, cells.Train)}
+    found = [cell.job for cell in catalogue()[name].cells if cell.column == column]
+    assert set(found) <= shared and sorted({job.recipe for job in found}) == sorted(recipes)
+    for recipe in map(get, recipes):
+        assert set(recipe.clip.bound.values(10)) == {4.0} and set(recipe.sigma.values(10)) == {6.0}
+
+
 def test_a_wrong_id_names_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'p1-table6'"):
         find("p1-tabel6")

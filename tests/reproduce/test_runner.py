@@ -32,7 +32,9 @@ def entry():
 def counted(monkeypatch):
     seen = []
     real = jobs.execute
-    monkeypatch.setattr(jobs, "execute", lambda job, seed, folder: seen.append(job) or real(job, seed, folder))
+    monkeypatch.setattr(
+        jobs, "execute", lambda job, seed, folder: seen.append(job) or real(job, seed, folder)
+    )
     return seen
 
 
@@ -60,6 +62,44 @@ def test_an_interrupted_table_continues_with_the_missing_cells(tmp_path, counted
     done = runner.run(chosen, tmp_path, resume=True)
     assert [type(job) for job in counted[before:]] == [Train]
     assert all(row.ours is not None for row in runner.rows(chosen, done))
+
+
+def test_a_killed_table_continues_and_gives_the_same_numbers(tmp_path):
+    """kill -9 in the middle of a long run, through the real command."""
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    words = ["p3-table6", "--scale", "paper", "--only", "cancer,accuracy", "--json", "--resume"]
+    command = [sys.executable, "-m", "fedveil", "reproduce", *words, "--out"]
+    whole = subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, text=True, check=True)
+    with subprocess.Popen(
+        [*command, str(tmp_path / "cut")], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as cut:
+        until = time.monotonic() + 60
+        while not list((tmp_path / "cut").glob("runs/*/metrics.jsonl")) and time.monotonic() < until:
+            time.sleep(0.002)
+        cut.send_signal(signal.SIGKILL)
+    assert cut.returncode == -signal.SIGKILL
+    before = (
+        (tmp_path / "cut" / "cells.jsonl").read_text() if (tmp_path / "cut" / "cells.jsonl").exists() else ""
+    )
+    again = subprocess.run([*command, str(tmp_path / "cut")], capture_output=True, text=True, check=True)
+    assert (tmp_path / "cut" / "cells.jsonl").read_text().startswith(before)
+    ours = [[row["ours"] for row in json.loads(done.stdout)["rows"]] for done in (whole, again)]
+    assert ours[0] == ours[1] and None not in ours[0]
+    assert "jobs, about" in again.stderr
+
+
+def test_an_interrupt_says_how_to_continue(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "_train", stopped)
+    shown = call("p3-table6", "--scale", "paper", "--only", "cancer", "--out", str(tmp_path))
+    assert shown.exit_code == 130 and f"--only cancer --resume --out {tmp_path}" in shown.stderr
+    assert len(runner.finished(tmp_path)) == 0
 
 
 def test_without_resume_everything_is_done_again(tmp_path, counted):
@@ -163,6 +203,9 @@ def test_a_wrong_id_ends_with_exit_code_two():
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-m", "fedveil", "reproduce", "p3-tabel6"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedveil", "reproduce", "p3-tabel6"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2 and "Did you mean 'p3-table6'" in done.stderr and not done.stdout

@@ -30,7 +30,8 @@ def reproduce(
         "runs/reproduce"
     ),
     only: Annotated[
-        str, typer.Option(help="Only cells with these words, e.g. epsilon or train,mnist (kind, dataset, row …).")
+        str,
+        typer.Option(help="Only cells with these words, e.g. epsilon or train,mnist (kind, dataset, row …)."),
     ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished cells; do only the rest.")] = False,
     as_json: JsonFlag = False,
@@ -61,11 +62,20 @@ def reproduce(
         if not entry.cells:
             raise UserError(f"--only {only}: {entry.id} has no such cells.")
     chosen = runner.plan(entry, scale, seeds)  # type: ignore[arg-type]
-    done = _with_progress(chosen, out, resume)
+    command = f"fedveil reproduce {entry.id} --scale {scale} --seeds {seeds}" + (
+        f" --only {only}" if words else ""
+    )
+    try:
+        done = _with_progress(chosen, out, resume)
+    except KeyboardInterrupt:
+        print(
+            f"Stopped. Finished cells are kept; continue with\n  {command} --resume --out {out}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from None
     rows = runner.rows(chosen, done)
-    command = f"fedveil reproduce {entry.id} --scale {scale} --seeds {seeds}" + (f" --only {only}" if words else "")
     page = out / f"{'-'.join((entry.id, *words))}.md"
-    page.write_text(render.markdown(chosen, rows, command, _about()), "utf-8")
+    page.write_text(render.markdown(chosen, rows, command, _about(chosen, done)), "utf-8")
     drawn = entry.is_figure and render.picture(chosen, rows, done, out, out / f"{entry.id}.png")
     data: dict[str, Any] = {
         "id": entry.id, "title": entry.title, "scale": scale, "seeds": seeds, "statement": entry.statement,
@@ -75,10 +85,13 @@ def reproduce(
     emit(data, as_json, lambda: _show(entry, rows, page))
 
 
-def _about() -> dict[str, str]:
+def _about(chosen: Any, done: dict[str, dict[str, Any]]) -> dict[str, str]:
     import fedveil
+    from fedveil.reproduce.cells import key_of
 
-    return {"fedveil": str(getattr(fedveil, "__version__", ""))}
+    lines = [done[key] for job, seed in chosen.runs if (key := key_of(job, seed)) in done]
+    return {"fedveil": str(getattr(fedveil, "__version__", "")),
+            "jobs took": _duration(sum(line["seconds"] for line in lines))}  # fmt: skip
 
 
 def _list(as_json: bool) -> None:
@@ -117,7 +130,7 @@ def _duration(seconds: float) -> str:
 
 
 def _with_progress(chosen: Any, out: Path, resume: bool) -> dict[str, dict[str, Any]]:
-    """Run behind a progress bar on a terminal, with a line per estimate otherwise."""
+    """Run behind a progress bar on a terminal, with a line per long job otherwise."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -126,9 +139,20 @@ def _with_progress(chosen: Any, out: Path, resume: bool) -> dict[str, dict[str, 
     console = Console(stderr=True)
     held = runner.finished(out) if resume else {}
     total = chosen.seconds(held)
-    print(f"{chosen.entry.id}: {len(chosen.runs)} jobs, about {_duration(total)} on one core", file=sys.stderr)
+    print(
+        f"{chosen.entry.id}: {len(chosen.runs)} jobs, about {_duration(total)} on one core", file=sys.stderr
+    )
     if not console.is_terminal:
-        return runner.run(chosen, out, resume=resume)
+
+        def tell(finished: int, all_jobs: int, left: float, now: str) -> None:
+            if left > 60 and not now.startswith(("epsilon", "stop", "spend")):
+                print(
+                    f"{finished + 1} of {all_jobs}: {now}, {_duration(left)} left",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        return runner.run(chosen, out, resume=resume, progress=tell)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len(chosen.runs))

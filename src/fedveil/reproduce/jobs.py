@@ -114,7 +114,9 @@ def _train(job: Train, seed: int, folder: Path) -> Result:
     config = _config(job, seed)
     place = folder / "runs" / key_of(job, seed)
     clock = time.process_time()
-    result = run(config, place, resume=(place / "run.json").exists(), dataset=_dataset(job), command="reproduce")
+    result = run(
+        config, place, resume=(place / "run.json").exists(), dataset=_dataset(job), command="reproduce"
+    )
     return _figures(place, config, result, time.process_time() - clock)
 
 
@@ -184,7 +186,9 @@ def _attack(job: Attack, seed: int, folder: Path) -> Result:
     from fedveil.attacks.leakage import TYPES
     from fedveil.engines.simulate import prepare
 
-    tap = {"type0-sanitised": TYPES["0-sanitised"], "type0": TYPES["0"], "type1": TYPES["1"]}.get(job.tap, "type2")
+    tap = {"type0-sanitised": TYPES["0-sanitised"], "type0": TYPES["0"], "type1": TYPES["1"]}.get(
+        job.tap, "type2"
+    )
     config = campaign.gradient_config(
         job.recipe, job.dataset, job.model, victims=job.victims, seed=seed, tap=tap, batch=job.batch,
         changes=dict(job.settings),
@@ -268,6 +272,8 @@ def _spent_to(result: Result, formula: str, target: float, *, fixed: bool) -> fl
     sigmas = dict(map(tuple, result["sigmas"]))
     if fixed and result["l2max"]:
         bounds, largest = dict(map(tuple, result["bounds"])), dict(map(tuple, result["largest"]))
-        sigmas = {r: result["variance"] / max(min(bounds[r], largest.get(r) or bounds[r]), 1e-6) for r in bounds}
+        sigmas = {
+            r: result["variance"] / max(min(bounds[r], largest.get(r) or bounds[r]), 1e-6) for r in bounds
+        }
     each = np.repeat([sigmas[r] for r in range(1, last + 1)], result["local_steps"])
     return float(papers.spent(formula, each, 0.01, 1e-5)[-1])

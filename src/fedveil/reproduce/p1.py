@@ -48,7 +48,9 @@ def twelve(recipe: str, printed: tuple[float, ...], why: tuple[str, ...]) -> lis
     return line(recipe, columns, printed, jobs, "accuracy", why)
 
 
-def _sweep(table: Mapping[str, tuple[float, ...]], key: str, letter: str, values: tuple[float, ...]) -> list[Cell]:
+def _sweep(
+    table: Mapping[str, tuple[float, ...]], key: str, letter: str, values: tuple[float, ...]
+) -> list[Cell]:
     cells = []
     for dataset, printed in table.items():
         jobs = [federated("fed-cdp", dataset, **{key: float(v)}) for v in values]
@@ -63,13 +65,17 @@ def _table6() -> list[Cell]:
     server = [Epsilon("moments", ROUNDS[d], 1, rate=0.1) for d in FIVE]
     cells = []
     for unit, more in (("instance", ()), ("client", ("client-level",))):
-        cells += line(f"{unit}, Fed-CDP L=1", NAMES, FED_CDP_1, plus, "epsilon", ("t-plus-one", "nominal-q", *more), 4)
+        cells += line(
+            f"{unit}, Fed-CDP L=1", NAMES, FED_CDP_1, plus, "epsilon", ("t-plus-one", "nominal-q", *more), 4
+        )
         for name, paper, job in zip(FIVE, FED_CDP_100, local, strict=True):
             steps = "one-extra" if name in ("adult", "cancer") else "t-steps"
             why = ("old-conversion", steps, "nominal-q", *more)
             cells.append(Cell(f"{unit}, Fed-CDP L=100", SHOWN[name], paper, job, "epsilon", why, 4))
     for length in (1, 100):
-        cells += line(f"client, Fed-SDP L={length}", NAMES, FED_SDP, server, "epsilon", ("t-plus-one", "condition-q"), 4)
+        cells += line(
+            f"client, Fed-SDP L={length}", NAMES, FED_SDP, server, "epsilon", ("t-plus-one", "condition-q"), 4
+        )
     return cells
 
 
@@ -86,7 +92,10 @@ def _table7() -> list[Cell]:
         for at, dataset in ((0, "mnist"), (2, "lfw")):
             ways: list[tuple[str, dict[str, str]]] = [("", {})]
             if tap == "type2" and recipe.startswith("fed-cdp"):  # the two readings of where the noise goes
-                ways = [(", noise on sum", {}), (", noise on example", {"noise_on": "example", "sampling": "fixed"})]
+                ways = [
+                    (", noise on sum", {}),
+                    (", noise on example", {"noise_on": "example", "sampling": "fixed"}),
+                ]
             for said, change in ways:
                 job = attack(recipe, dataset, "type2" if tap == "type2" else "type0", change=change)
                 why = leak_why(tap, recipe) if not change else ("rmse-is-mse", "inner-steps", "type2-example")
@@ -102,11 +111,25 @@ def _table7() -> list[Cell]:
 
 def _figures() -> list[Entry]:
     first = [
-        Cell(f"non-private, {tap}", SHOWN[d], None, attack("non-private", d, tap, victims=8), "ssim", ("no-numbers",))
+        Cell(
+            f"non-private, {tap}",
+            SHOWN[d],
+            None,
+            attack("non-private", d, tap, victims=8),
+            "ssim",
+            ("no-numbers",),
+        )
         for d, tap in (("mnist", "type2"), ("lfw", "type2"), ("lfw", "type0"))
     ]
     norms = [
-        Cell("mean gradient norm", f"round {r}", None, federated("non-private", "mnist"), f"norm@{r}", ("no-numbers",))
+        Cell(
+            "mean gradient norm",
+            f"round {r}",
+            None,
+            federated("non-private", "mnist"),
+            f"norm@{r}",
+            ("no-numbers",),
+        )
         for r in (1, 10, 25, 50, 100)
     ]
     fourth = [
@@ -123,7 +146,9 @@ def _figures() -> list[Entry]:
             fifth.append(Cell(f"{recipe}, SSIM of the attack", column, None, job, "ssim", ("no-numbers",)))
             train = federated(recipe, "mnist", prune=share)
             fifth.append(
-                Cell(f"{recipe}, accuracy", column, None, train, "accuracy", ("no-numbers", *noise_why(recipe)))
+                Cell(
+                    f"{recipe}, accuracy", column, None, train, "accuracy", ("no-numbers", *noise_why(recipe))
+                )
             )
     return [
         Entry("p1-fig1a", "Attack schema", note="a drawing of the attack"),

@@ -69,7 +69,11 @@ TABLE_8 = {
     "cyclic": ((.9601, .9599, .9596, .9599, .9599), (.9652, .9644, .9641, .9648, .9645),
                (.9784, .9779, .9776, .9781, .9779), (.9787, .9781, .9779, .9785, .9784)),
 }  # fmt: skip
-SIGMA = {"linear": "linear:15:4.85", "exponential": "exponential:15:4.85", "cyclic": "cosine-cyclic:15:floor=4.85"}
+SIGMA = {
+    "linear": "linear:15:4.85",
+    "exponential": "exponential:15:4.85",
+    "cyclic": "cosine-cyclic:15:floor=4.85",
+}
 TABLE_9 = {"linear": (51.365, 4.538, 4.501, .561, .459, 5532), "exponential": (48.027, 4.017, 3.962, .537, .453, 5541),
            "cyclic": (56.776, 4.703, 4.667, .683, .572, 5493)}  # fmt: skip
 TABLE_10 = {
@@ -130,7 +134,9 @@ def _table5() -> list[Cell]:
         for recipe, row in zip(FOUR, TABLE_4[dataset], strict=True):
             name = f"{dataset}, {recipe}"
             cells += _epsilons(name, steps, SPENT[steps])
-            cells.append(Cell(name, "acc", row[2], central(recipe, dataset), "accuracy", _why(recipe, dataset)))
+            cells.append(
+                Cell(name, "acc", row[2], central(recipe, dataset), "accuracy", _why(recipe, dataset))
+            )
     return cells
 
 
@@ -155,7 +161,9 @@ def _table7() -> list[Cell]:
                 cells += _epsilons(row, 10000, printed)
                 continue
             why = ("not-one-sigma",) if recipe == "dp-baseline" else ("data-dependent",)
-            job = central(recipe, dataset, fixed_variance=6.0 * bound, **{"clip.bound": _bound(recipe, bound)})
+            job = central(
+                recipe, dataset, fixed_variance=6.0 * bound, **{"clip.bound": _bound(recipe, bound)}
+            )
             cells += [Cell(row, name, paper, job, f"fixed_variance:{formula}:{accuracy}", why)
                       for (name, formula), paper in zip(ACCOUNTANTS.items(), printed, strict=True)]  # fmt: skip
     return cells
@@ -164,7 +172,7 @@ def _table7() -> list[Cell]:
 def _table8() -> list[Cell]:
     cells = []
     budgets = dict(zip(ACCOUNTANTS, SPENT[10000], strict=True))
-    for recipe, paper in zip(FOUR, (.9596, .9639, .9773, .9778), strict=True):
+    for recipe, paper in zip(FOUR, (0.9596, 0.9639, 0.9773, 0.9778), strict=True):
         cells.append(Cell(f"fixed, {recipe}", "accuracy", paper, central(recipe, "mnist"), "accuracy",
                           _why(recipe, "mnist"), 4))  # fmt: skip
     for schedule, rows in TABLE_8.items():
@@ -172,10 +180,14 @@ def _table8() -> list[Cell]:
             printed = ITERATIONS[schedule][at]
             exact = {"BaseC": 123.354, "AdvC": 7.45, "OptC": 6.74, "zCDP": 1.1588, "MA": 0.8227}[name]
             why: tuple[str, ...] = ("cyclic",) if schedule == "cyclic" else ("authors-schedule",)
-            why += {"AdvC": ("advc-mixed",), "MA": ("zero-based",)}.get(name, ()) if schedule != "cyclic" else ()
+            why += (
+                {"AdvC": ("advc-mixed",), "MA": ("zero-based",)}.get(name, ()) if schedule != "cyclic" else ()
+            )
             job = Stop(schedule, formula, exact)
             measure = "index" if name == "MA" else "iteration"
-            cells.append(Cell(f"{schedule}, iterations to ε={budgets[name]}", name, printed, job, measure, why, 0))
+            cells.append(
+                Cell(f"{schedule}, iterations to ε={budgets[name]}", name, printed, job, measure, why, 0)
+            )
         for recipe, numbers in zip(DYNAMIC, rows, strict=True):
             job2 = central(recipe, "mnist", sigma=SIGMA[schedule])
             for name, paper, stop in zip(ACCOUNTANTS, numbers, ITERATIONS[schedule], strict=True):
@@ -201,7 +213,9 @@ def _table9() -> list[Cell]:
 def _table3() -> list[Cell]:
     cells = []
     for recipe, rows in TABLE_3.items():
-        for dataset, (iterations, rate, error) in zip(("mnist", "fashion_mnist", "cifar10", "lfw"), rows, strict=True):
+        for dataset, (iterations, rate, error) in zip(
+            ("mnist", "fashion_mnist", "cifar10", "lfw"), rows, strict=True
+        ):
             job = attack(recipe, dataset)
             why = ("threshold",) if recipe == "non-private" else ("threshold", "type2-sum")
             cells += [
@@ -216,7 +230,8 @@ def _table3() -> list[Cell]:
 def _figures() -> list[Entry]:
     shown = ("mnist", "fashion_mnist", "cifar10", "lfw")
     second = [
-        Cell("non-private", d, None, attack("non-private", d, victims=8), "ssim", ("no-numbers",)) for d in shown
+        Cell("non-private", d, None, attack("non-private", d, victims=8), "ssim", ("no-numbers",))
+        for d in shown
     ]
     third = [
         Cell(f"C={c}, sigma={s}", "LFW", None,
@@ -225,7 +240,14 @@ def _figures() -> list[Entry]:
         for c, s in ((1, 1), (1, 6), (4, 1), (4, 6))
     ]  # fmt: skip
     fourth = [
-        Cell(recipe, f"round {r} (of 100 steps)", None, central(recipe, "mnist"), f"deviation@{r}", ("no-numbers",))
+        Cell(
+            recipe,
+            f"round {r} (of 100 steps)",
+            None,
+            central(recipe, "mnist"),
+            f"deviation@{r}",
+            ("no-numbers",),
+        )
         for recipe in ("dp-baseline", "dp-dyns", "dp-dyn-s-sigma")
         for r in (1, 25, 50, 100)
     ]

@@ -11,7 +11,7 @@ from fedveil.reproduce.cells import Cell, Entry, Epsilon, Spend, Stop
 NAMES = [SHOWN[d] for d in FIVE]
 ROUNDS = p1.ROUNDS
 ALPHA = (.854, .861, .892, .921, .965, .979, .977, .976, .975, .978, .979, .980)  # fmt: skip
-NON_PRIVATE = (.980, .674, .695, .843, .993)
+NON_PRIVATE = (0.980, 0.674, 0.695, 0.843, 0.993)
 ACCURACY = {"fed-sdp": (.928, .627, .635, .813, .979), "fed-cdp": (.956, .633, .649, .824, .979),
             "fed-alpha-cdp": (.979, .645, .683, .838, .986)}  # fmt: skip
 TABLE_1 = {  # ASR, distance, iterations on MNIST, CIFAR-10, LFW
@@ -43,9 +43,9 @@ TABLE_5 = {
     "cancer": ((.958, .972, .972, .972, .979, .944, .937, .923), (.958, .965, .972, .979, .979, .972, .965, .951),
                (.965, .972, .979, .993, .986, .993, .986, .986)),
 }  # fmt: skip
-SDP_EPSILON = (.854, .854, .668, .303, .147)
-CDP_EPSILON = (.823, .823, .636, .276, .138)
-TARGET_ROUNDS, TARGET_EPSILON = (11, 67, 34, 5, 1), (.285, .672, .478, .184, .084)
+SDP_EPSILON = (0.854, 0.854, 0.668, 0.303, 0.147)
+CDP_EPSILON = (0.823, 0.823, 0.636, 0.276, 0.138)
+TARGET_ROUNDS, TARGET_EPSILON = (11, 67, 34, 5, 1), (0.285, 0.672, 0.478, 0.184, 0.084)
 TABLE_8 = {  # schedule: accuracies, rounds
     "linear": ((.981, .645, .683, .844, .986), (95, 95, 55, 8, 3)),
     "staircase": ((.982, .646, .683, .847, .993), (95, 95, 55, 8, 3)),
@@ -69,7 +69,11 @@ TABLE_11 = {  # schedule: accuracies, rounds under the four accountants
     "linear": ((.984, .981, .981, .981), (97, 95, 95, 95)), "staircase": ((.983, .982, .982, .982), (97, 95, 95, 95)),
     "exponential": ((.986, .981, .983, .983), (97, 94, 96, 96)), "cyclic": ((.982, .979, .981, .979), (81, 79, 80, 80)),
 }  # fmt: skip
-SIGMA_TEXT = {"linear": "linear:15:4.85", "staircase": "staircase:15:4.85", "exponential": "exponential:15:4.85"}
+SIGMA_TEXT = {
+    "linear": "linear:15:4.85",
+    "staircase": "staircase:15:4.85",
+    "exponential": "exponential:15:4.85",
+}
 
 
 def _cdp(dataset: str) -> Epsilon:
@@ -126,7 +130,10 @@ def _table8() -> list[Cell]:
         Cell("fed-cdp, target ε", SHOWN[d], paper, _cdp(d), "epsilon", _cdp_why(d))
         for d, paper in zip(FIVE, CDP_EPSILON, strict=True)
     ]
-    cells += [*_accuracy("fed-cdp", ACCURACY["fed-cdp"]), *_accuracy("fed-alpha-cdp", ACCURACY["fed-alpha-cdp"])]
+    cells += [
+        *_accuracy("fed-cdp", ACCURACY["fed-cdp"]),
+        *_accuracy("fed-alpha-cdp", ACCURACY["fed-alpha-cdp"]),
+    ]
     for schedule, (accuracies, rounds) in TABLE_8.items():
         recipe = f"fed-alpha-cdp-sigma-{schedule}"
         for d, accuracy, stop in zip(FIVE, accuracies, rounds, strict=True):
@@ -163,7 +170,9 @@ def _table11() -> list[Cell]:
             why: tuple[str, ...] = ("cyclic",) if schedule == "cyclic" else ("authors-schedule", "ceil-100")
             if formula == "advanced" and schedule != "cyclic":
                 why = (*why, "advc-mixed")
-            cells.append(Cell(f"{recipe}, rounds", name, stop, Stop(schedule, formula, exact), "rounds", why, 0))
+            cells.append(
+                Cell(f"{recipe}, rounds", name, stop, Stop(schedule, formula, exact), "rounds", why, 0)
+            )
             cells.append(Cell(f"{recipe}, accuracy after the printed rounds", name, accuracy,
                               federated(recipe, "mnist"), f"accuracy@{stop}", noise_why(recipe)))  # fmt: skip
     cells += line("fed-cdp, accuracy", ["any"], [.956], [federated("fed-cdp", "mnist")], "accuracy",
@@ -185,7 +194,11 @@ def _table3() -> list[Cell]:
                         (", noise on example", tap, {"noise_on": "example", "sampling": "fixed"})]  # fmt: skip
             for said, at_tap, change in ways:
                 job = attack(recipe, dataset, at_tap, change=change)
-                why: tuple[str, ...] = p1.leak_why(tap, recipe) if not change else ("rmse-is-mse", "inner-steps", "type2-example")
+                why: tuple[str, ...] = (
+                    p1.leak_why(tap, recipe)
+                    if not change
+                    else ("rmse-is-mse", "inner-steps", "type2-example")
+                )
                 why = (*why, "raw-upload") if said == ", as received" else why
                 row, name = f"{tap}, {recipe}{said}", SHOWN[dataset]
                 cells += [
@@ -207,7 +220,15 @@ def _table1() -> list[Cell]:
             cells += [
                 Cell(method, f"{name} ASR", rates[at], job, "success_rate", ("threshold",)),
                 Cell(method, f"{name} distance", distances[at], job, "rmse", ("rmse-is-mse",)),
-                Cell(method, f"{name} iterations", iterations[at], job, "iterations", ("threshold", "inner-steps"), 1),
+                Cell(
+                    method,
+                    f"{name} iterations",
+                    iterations[at],
+                    job,
+                    "iterations",
+                    ("threshold", "inner-steps"),
+                    1,
+                ),
             ]
     return cells
 
@@ -237,14 +258,28 @@ def _table10() -> list[Cell]:
 
 def _figures() -> list[Entry]:
     second = [
-        Cell(f"non-private, {tap}", SHOWN[d], None, attack("non-private", d, tap, victims=8), "ssim", ("no-numbers",))
+        Cell(
+            f"non-private, {tap}",
+            SHOWN[d],
+            None,
+            attack("non-private", d, tap, victims=8),
+            "ssim",
+            ("no-numbers",),
+        )
         for d, tap in (("mnist", "type2"), ("cifar10", "type2"), ("lfw", "type2"), ("lfw", "type0"))
     ]
-    ways = [(f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (.3, .4, .5, .8)]
+    ways = [(f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (0.3, 0.4, 0.5, 0.8)]
     ways += [(f"random-noise {s:g}", "random-noise", {"sigma": s}) for s in (1e-4, 1e-3, 1e-2, 1e-1)]
     ways += [("fed-sdp-client", "fed-sdp-client", {}), ("fed-cdp", "fed-cdp", {})]
     third = [
-        Cell(said, SHOWN[d], None, attack(recipe, d, "type0", victims=8, change=change), "ssim", ("no-numbers",))
+        Cell(
+            said,
+            SHOWN[d],
+            None,
+            attack(recipe, d, "type0", victims=8, change=change),
+            "ssim",
+            ("no-numbers",),
+        )
         for d in ("mnist", "lfw")
         for said, recipe, change in ways
     ]
@@ -271,7 +306,7 @@ def entries() -> list[Entry]:
         c for r, p in (*list(p1.TABLE_2.items())[:3], ("fed-alpha-cdp", ALPHA))
         for c in p1.twelve(r, p, noise_why(r))
     ]  # fmt: skip
-    cost = {"non-private": .0068, "fed-sdp": .0069, "fed-cdp": .0224, "fed-alpha-cdp": .023}
+    cost = {"non-private": 0.0068, "fed-sdp": 0.0069, "fed-cdp": 0.0224, "fed-alpha-cdp": 0.023}
     table4 += [Cell(r, "s/iteration", p, federated_time(r, "mnist"), "seconds", ("other-machine",), 4)
                for r, p in cost.items()]  # fmt: skip
     table9 = [

@@ -13,8 +13,12 @@ TABLE_1 = {  # (dataset, epsilon): fixed, adaptive
     ("mnist", 5): (.9634, .9606), ("mnist", 10): (.9639, .9611), ("fashion_mnist", 5): (.8595, .8754),
     ("fashion_mnist", 10): (.8610, .8757), ("cifar10", 5): (.1354, .5889), ("cifar10", 10): (.1428, .6037),
 }  # fmt: skip
-HEADLINE = {("mnist", 1.0): .9624, ("fashion_mnist", 4.0): .8626, ("cifar10", 10.0): .6146}
-EPSILONS = {"mnist": (0.1, 0.3, 0.5, 1.0), "fashion_mnist": (1.0, 2.0, 4.0, 10.0), "cifar10": (1.0, 3.0, 5.0, 10.0)}
+HEADLINE = {("mnist", 1.0): 0.9624, ("fashion_mnist", 4.0): 0.8626, ("cifar10", 10.0): 0.6146}
+EPSILONS = {
+    "mnist": (0.1, 0.3, 0.5, 1.0),
+    "fashion_mnist": (1.0, 2.0, 4.0, 10.0),
+    "cifar10": (1.0, 3.0, 5.0, 10.0),
+}
 
 
 def ldp(dataset: str, recipe: str = "ldp-fl", **more: Any) -> Train:
@@ -60,7 +64,9 @@ def entries() -> list[Entry]:
         for epsilon in EPSILONS[dataset]:
             paper = HEADLINE.get((dataset, epsilon))
             why = WHY if paper else ("no-numbers", *WHY)
-            fifth.append(Cell(f"{name}, ε", f"{epsilon:g}", paper, ldp(dataset, epsilon=epsilon), "accuracy", why, 4))
+            fifth.append(
+                Cell(f"{name}, ε", f"{epsilon:g}", paper, ldp(dataset, epsilon=epsilon), "accuracy", why, 4)
+            )
         fifth.append(Cell(f"{name}, without noise", "-", None, ldp(dataset, "non-private"), "accuracy",
                           ("no-numbers",)))  # fmt: skip
     for radius in (0.015, 0.075, 0.3, 1.0):

@@ -18,7 +18,11 @@ TABLE_5 = {  # seconds of 50, 100, 500, 1000 iterations
     ("medical_mnist", 100): (714.02, 1445.75, 7064.78, 14353.64),
     ("cifar10", 100): (1873.93, 3653.36, 17215.17, 33562.24),
 }  # fmt: skip
-NON_PRIVATE_6 = {"shokri": (.053, .710, .757), "lira": (.126, .651, .716), "canary": (.137, .649, .719)}
+NON_PRIVATE_6 = {
+    "shokri": (0.053, 0.710, 0.757),
+    "lira": (0.126, 0.651, 0.716),
+    "canary": (0.137, 0.649, 0.719),
+}
 TABLE_6 = {  # attack: per epsilon, per mechanism: TPR at 1% FPR, accuracy, AUC
     "shokri": (((.009, .502, .493), (.011, .509, .508), (.009, .506, .501)),
                ((.009, .505, .499), (.013, .512, .509), (.009, .505, .502)),
@@ -34,10 +38,10 @@ TABLE_6 = {  # attack: per epsilon, per mechanism: TPR at 1% FPR, accuracy, AUC
                ((.010, .521, .518), (.015, .516, .507), (.012, .511, .509))),
 }  # fmt: skip
 TABLE_7 = {  # MSE, PSNR, SSIM
-    2: ((2.2646, 8.51, .0195), (2.2686, 8.63, .0573), (2.3399, 8.37, .0096)),
-    4: ((2.2058, 8.69, .0414), (2.1840, 8.68, .0629), (2.2405, 8.39, .0204)),
-    6: ((2.1532, 8.76, .0417), (2.1532, 8.83, .0692), (2.1910, 8.54, .0207)),
-    8: ((2.1463, 8.78, .0519), (2.1290, 8.95, .0746), (2.1832, 8.73, .0225)),
+    2: ((2.2646, 8.51, 0.0195), (2.2686, 8.63, 0.0573), (2.3399, 8.37, 0.0096)),
+    4: ((2.2058, 8.69, 0.0414), (2.1840, 8.68, 0.0629), (2.2405, 8.39, 0.0204)),
+    6: ((2.1532, 8.76, 0.0417), (2.1532, 8.83, 0.0692), (2.1910, 8.54, 0.0207)),
+    8: ((2.1463, 8.78, 0.0519), (2.1290, 8.95, 0.0746), (2.1832, 8.73, 0.0225)),
 }
 TABLE_8 = {
     2: ((.8392, .8239), (.8297, .7987), (.8267, .8124)), 4: ((.8497, .8408), (.8285, .8248), (.8383, .8260)),
@@ -69,7 +73,7 @@ def why(mechanism: str, dataset: str = "") -> tuple[str, ...]:
 
 
 def _table4() -> list[Cell]:
-    cells = [Cell("none", "ε=∞", .871, udp("non-private", "cifar10", None), "accuracy", ("resnet-gn",))]
+    cells = [Cell("none", "ε=∞", 0.871, udp("non-private", "cifar10", None), "accuracy", ("resnet-gn",))]
     for name, printed in TABLE_4.items():
         cells += [
             Cell(name, f"ε={e}", paper, udp(MECHANISMS[name], "cifar10", e), "accuracy", why(name, "cifar10"))
@@ -111,14 +115,16 @@ def _table6() -> list[Cell]:
 def _table7() -> list[Cell]:
     cells = []
     plain = Attack("non-private", "cifar10", "type0", "gradinv", 10, 100, 2500, (), "papers-cnn")
-    rows: list[tuple[str, Any, tuple[float, float, float]]] = [("non-private", plain, (1.7104, 9.79, .0751))]
+    rows: list[tuple[str, Any, tuple[float, float, float]]] = [("non-private", plain, (1.7104, 9.79, 0.0751))]
     for e, printed in TABLE_7.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
             job = Attack(recipe, "cifar10", "type0", "gradinv", 10, 100, 2500,
                          changes(calibrate=True, target_epsilon=float(e), **{"clip.bound": 0.01}), "papers-cnn")  # fmt: skip
             rows.append((f"{name}, ε={e}", job, numbers))
     for row, job, numbers in rows:
-        for heading, measure, paper in zip(("MSE", "PSNR", "SSIM"), ("mse", "psnr", "ssim"), numbers, strict=True):
+        for heading, measure, paper in zip(
+            ("MSE", "PSNR", "SSIM"), ("mse", "psnr", "ssim"), numbers, strict=True
+        ):
             cells.append(Cell(row, heading, paper, job, measure, ("range-pixels",), 4))
     return cells
 
@@ -126,7 +132,9 @@ def _table7() -> list[Cell]:
 def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float, float], heads: tuple[str, str],
                 measures: tuple[str, str], extra: tuple[str, ...]) -> list[Cell]:  # fmt: skip
     first = Inference(kind, udp("non-private", dataset, None))
-    cells = [Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)]
+    cells = [
+        Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
+    ]
     for e, printed in table.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
             job = Inference(kind, udp(recipe, dataset, e))
@@ -153,7 +161,9 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: Any) 
 def _figures() -> list[Entry]:
     first = [c for d in ("mnist", "medical_mnist") for c in _lines(d, 5.0, (10, 25, 50, 100, 150))]
     first += [
-        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, None), f"accuracy@{r}", ("no-numbers",))
+        Cell(
+            f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, None), f"accuracy@{r}", ("no-numbers",)
+        )
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]

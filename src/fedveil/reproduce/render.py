@@ -26,9 +26,15 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
     """paper | ours | difference as texts, in the order of the rows."""
     found = []
     for cell, row in zip(entry.cells, rows, strict=True):
-        d = max(cell.digits, 4 if row.difference is not None and abs(row.difference) < 1e-3 and cell.digits else 0)
+        d = max(
+            cell.digits, 4 if row.difference is not None and abs(row.difference) < 1e-3 and cell.digits else 0
+        )
         spread = f" ± {shown(row.deviation, d)}" if row.deviation is not None else ""
-        mark = "match" if row.matches else ("-" if row.difference is None else f"{row.difference:+.{cell.digits}f}")
+        mark = (
+            "match"
+            if row.matches
+            else ("-" if row.difference is None else f"{row.difference:+.{cell.digits}f}")
+        )
         found.append([shown(row.paper, cell.digits), shown(row.ours, cell.digits) + spread, mark])
     return found
 
@@ -51,19 +57,35 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
     lines += [summary(rows), ""]
     if entry.is_figure:
         lines += [f"![{entry.title}]({entry.id}.png)", ""]
-    lines += ["| row | column | paper | ours | difference | why | shrunk |", "|---|---|---:|---:|---:|---|---|"]
+    lines += [
+        "| row | column | paper | ours | difference | why | shrunk |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
     for row, cells in zip(rows, cells_of(entry, rows), strict=True):
-        lines.append(f"| {row.row} | {row.column} | {' | '.join(cells)} | {mark(*row.why)} | {mark(row.shrunk)} |")
+        lines.append(
+            f"| {row.row} | {row.column} | {' | '.join(cells)} | {mark(*row.why)} | {mark(row.shrunk)} |"
+        )
     lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
     unique = list(dict.fromkeys(json.dumps(dict(row.settings), sort_keys=True) for row in rows))
-    lines += ["<details><summary>Settings of every job</summary>", "", "```", *unique, "```", "", "</details>", ""]
+    lines += [
+        "<details><summary>Settings of every job</summary>",
+        "",
+        "```",
+        *unique,
+        "```",
+        "",
+        "</details>",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def name_of(entry: Entry) -> str:
     """ "Table 6" or "Figure 4"."""
     kind = entry.id.split("-")[1]
-    return ("Table " if kind.startswith("table") else "Figure ") + kind.removeprefix("table").removeprefix("fig")
+    return ("Table " if kind.startswith("table") else "Figure ") + kind.removeprefix("table").removeprefix(
+        "fig"
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -77,7 +99,9 @@ def summary(rows: Sequence[Row]) -> str:
     return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
 
 
-def picture(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], folder: Path, path: Path) -> bool:
+def picture(
+    chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], folder: Path, path: Path
+) -> bool:
     """Draw a figure: reconstructions for attacks, curves over rounds, or lines over the columns."""
     entry = chosen.entry
     if entry.cells and isinstance(entry.cells[0].job, Attack) and not entry.x:
@@ -113,7 +137,9 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
                 axis.set_axis_off()
                 continue
             image = np.clip(images[column], 0, 1)
-            axis.imshow(image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1)
+            axis.imshow(
+                image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1
+            )
         axes[row][0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=7)
     figure.savefig(path, dpi=90)
     return True

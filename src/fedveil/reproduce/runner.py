@@ -15,7 +15,9 @@ from fedveil.reproduce.cells import Cell, Entry, Job, Row, key_of, seeded, setti
 from fedveil.reproduce.reasons import explain
 
 Scale = Literal["small", "paper"]
-SMALL_BUDGET = 420.0  # estimated seconds on one core that a small table may take; leaves room below ten minutes
+SMALL_BUDGET = (
+    420.0  # estimated seconds on one core that a small table may take; leaves room below ten minutes
+)
 Progress = Callable[[int, int, float, str], None]
 """(finished jobs, all jobs, seconds left, what runs now)"""
 
@@ -43,7 +45,10 @@ class Plan:
     def runs(self) -> list[tuple[Job, int]]:
         """Each job with each seed, once."""
         found = [
-            (p.job, seed) for p in self.jobs if not p.skipped for seed in range(self.seeds if seeded(p.job) else 1)
+            (p.job, seed)
+            for p in self.jobs
+            if not p.skipped
+            for seed in range(self.seeds if seeded(p.job) else 1)
         ]
         return list(dict.fromkeys(found))
 
@@ -64,13 +69,16 @@ def plan(entry: Entry, scale: Scale = "small", seeds: int = 1) -> Plan:
         level += 1
     small = {job: settings.shrink(job, level) for job in wanted}
     kept, spent = set(), 0.0
-    for job in sorted(wanted, key=lambda job: settings.seconds(small[job][0])):  # the cheapest make most cells
+    for job in sorted(
+        wanted, key=lambda job: settings.seconds(small[job][0])
+    ):  # the cheapest make most cells
         spent += settings.seconds(small[job][0])
         if spent <= SMALL_BUDGET:
             kept.add(job)
     left_out = "left out at small scale: run with --scale paper"
     planned = [
-        Planned(job, small[job][0], small[job][1] if job in kept else left_out, job not in kept) for job in wanted
+        Planned(job, small[job][0], small[job][1] if job in kept else left_out, job not in kept)
+        for job in wanted
     ]
     return Plan(entry, scale, seeds, tuple(planned))
 
@@ -87,7 +95,9 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in read_lines(path)} if path.exists() else {}
 
 
-def run(chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None) -> dict[str, dict[str, Any]]:
+def run(
+    chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None
+) -> dict[str, dict[str, Any]]:
     """Run what is not done yet; returns all results by key.
 
     A job that the data at hand do not allow is kept as failed with its reason, and tried again next time.
@@ -133,7 +143,11 @@ def _forget_runs(chosen: Plan, folder: Path) -> None:
 
 def describe(job: Job) -> str:
     """A few words for the progress bar."""
-    words = [type(job).__name__.lower(), getattr(job, "recipe", getattr(job, "formula", "")), getattr(job, "dataset", "")]
+    words = [
+        type(job).__name__.lower(),
+        getattr(job, "recipe", getattr(job, "formula", "")),
+        getattr(job, "dataset", ""),
+    ]
     return " ".join(word for word in words if word)
 
 
@@ -159,13 +173,18 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
         extra = line["result"].get("extra_steps")
         fitted = bool(extra)
         if extra:
-            why = (*why, f"with {extra:+d} step; as stated it is {line['result']['as_stated']:.{cell.digits}f}")
+            why = (
+                *why,
+                f"with {extra:+d} step; as stated it is {line['result']['as_stated']:.{cell.digits}f}",
+            )
     ours = statistics.fmean(values) if values else None
     if not lines and not planned.skipped:
         why = ("not finished", *why)
     difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) else None
     # One unit of the last printed digit: the tables round now up, now down.
-    matches = None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
+    matches = (
+        None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
+    )
     return Row(
         cell.row,
         cell.column,

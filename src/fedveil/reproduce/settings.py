@@ -59,7 +59,13 @@ UDP: dict[str, Values] = {  # P5 section 5.1
 _EXAMPLE_MS = {"papers-cnn": 0.1, "papers-mlp": 0.01, "udp-mnist-cnn": 0.2, "medical-cnn": 1.0, "small-vgg": 6.0,
                "resnet18-gn": 60.0, "cpl-lenet": 0.3, "wind-cnn": 0.1, "logistic": 0.01}  # fmt: skip
 _COLOUR = {"cifar10": 2.0, "lfw": 2.0, "utkface": 2.0}
-_TEST_ROWS = {"mnist": 10000, "fashion_mnist": 10000, "cifar10": 10000, "adult": 12211, "medical_mnist": 10000}
+_TEST_ROWS = {
+    "mnist": 10000,
+    "fashion_mnist": 10000,
+    "cifar10": 10000,
+    "adult": 12211,
+    "medical_mnist": 10000,
+}
 _START = 1.5  # seconds to build the model and deal the data out (which is loaded once per table)
 
 
