@@ -201,7 +201,7 @@ def main() -> None:
             name = [dataset, letter, str(clients), f"{budget:g}"]
             if given.only and not any(name[: len(o.split(":"))] == o.split(":") for o in given.only):
                 continue
-            for seed in range(seeds if budget else 1):
+            for seed in range(seeds):
                 do(given.results, dataset, letter, clients, budget, seed, "as planned")
 
 

@@ -18,7 +18,7 @@ def test_list_as_json_names_every_dataset(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     rows = json.loads(run("list", "--json").stdout)
     assert [row["name"] for row in rows] == list(CATALOGUE)
-    assert {row["name"] for row in rows if row["available"]} == {"cancer", "digits"}
+    assert {row["name"] for row in rows if row["available"]} == {"cancer", "cancer_raw", "digits"}
     for row in rows:
         assert row["size"] and row["source"] and row["licence"]
         assert row["task"] in ("classification", "regression")

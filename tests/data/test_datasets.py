@@ -24,6 +24,7 @@ def row_set(x: np.ndarray) -> set[bytes]:
 # name: (train, test, shape, classes)
 GOLDEN = {
     "cancer": (426, 143, (30,), 2),
+    "cancer_raw": (426, 143, (30,), 2),
     "digits": (1437, 360, (1, 8, 8), 10),
     "mnist": (60000, 10000, (1, 28, 28), 10),
     "fashion_mnist": (60000, 10000, (1, 28, 28), 10),

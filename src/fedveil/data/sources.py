@@ -59,6 +59,19 @@ def _cancer(folder: Path, seed: int) -> Dataset:
     )  # fmt: skip
 
 
+def _cancer_raw(folder: Path, seed: int) -> Dataset:
+    """The same rows and splits as measured, for features that bring their own public ranges."""
+    from sklearn.datasets import load_breast_cancer
+
+    raw = load_breast_cancer()
+    x, y = raw.data.astype(np.float32), _labels(raw.target)
+    train, test = split_rows(len(x), 426, seed)
+    return Dataset(
+        "cancer_raw", x[train], y[train], x[test], y[test], classes=2, class_names=("malignant", "benign"),
+        notes=("features as measured, not scaled",),
+    )  # fmt: skip
+
+
 def _digits(folder: Path, seed: int) -> Dataset:
     from sklearn.datasets import load_digits
 
@@ -239,6 +252,10 @@ CATALOGUE: dict[str, Source] = {
     "cancer": Source(
         _cancer, (), "classification", "426 + 143 rows, 30 features, 2 classes",
         "Wisconsin diagnostic breast cancer; in scikit-learn", "CC BY 4.0",
+    ),
+    "cancer_raw": Source(
+        _cancer_raw, (), "classification", "426 + 143 rows, 30 features as measured, 2 classes",
+        "the rows and splits of cancer, not scaled", "CC BY 4.0",
     ),
     "digits": Source(
         _digits, (), "classification", "1437 + 360 images 8x8, 10 classes",

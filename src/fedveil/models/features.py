@@ -4,6 +4,7 @@
     features = "scattering:components=300,ridge=0.001"
     features = "unit:constant=1"                     tables: a constant column, every row at length 1
     features = "unit:columns=0-9+20-29,length=5"     only these columns; rows shorter than 5 stay shorter than 1
+    features = "unit:columns=1+23,low=9.71+185.2,high=39.28+4254,scale=log"   public ranges become [-1, 1] first
 
 Why they pay under noise: a linear head on unit-length features has gradients of almost equal length, so a small clip
 bound loses nothing, and the few directions in which all images look alike no longer eat the signal. The whitening
@@ -39,18 +40,25 @@ VERSION = 1  # of the computation, for kept features
 class FrontEnd:
     """components: directions kept, the strongest among the drawn pictures. ridge: added to the drawn pictures'
     variances before their square root is divided out; larger values trust strong directions more, which more noise
-    needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). length: rows are
-    divided by their own length or by this, whichever is more."""
+    needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). low, high: their
+    public ranges ("9.71+185.2"), which become [-1, 1]; values outside are clamped. scale: linear, or log for positive
+    columns. length: rows are divided by their own length or by this, whichever is more."""
 
     kind: str
     components: int = 700
     ridge: float = 3e-4
     constant: float = 1.0
     columns: str = ""
+    low: str = ""
+    high: str = ""
+    scale: str = "linear"
     length: float = 0.0
 
 
-OPTIONS = {"scattering": ("components", "ridge"), "unit": ("constant", "columns", "length")}
+OPTIONS = {
+    "scattering": ("components", "ridge"),
+    "unit": ("constant", "columns", "low", "high", "scale", "length"),
+}
 
 
 def parse(text: str) -> FrontEnd:
@@ -72,6 +80,12 @@ def parse(text: str) -> FrontEnd:
             front = replace(front, **{key: {"int": int, "float": float, "str": str}[types[key]](value)})
         except ValueError:
             raise UserError(f"features = {text!r}: {key} = {value!r} is not a number") from None
+    if front.scale not in ("linear", "log"):
+        raise UserError(
+            f"features = {text!r}: scale = {front.scale!r}: use linear or log."
+            f"{did_you_mean(front.scale, ('linear', 'log'))}"
+        )
+    _ranges(front)
     if not (front.length >= 0 and math.isfinite(front.length) and math.isfinite(front.constant)):
         raise UserError(f"features = {text!r}: length must be 0 or more, constant and length finite")
     if not (1 <= front.components <= MOST and front.ridge > 0 and math.isfinite(front.ridge)):
@@ -116,7 +130,8 @@ def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
     Formal guarantee: each row of the result depends on the same row of x and on nothing else that is private.
     """
     if front.kind == "unit":
-        wide = torch.as_tensor(np.asarray(x, np.float32)[:, _columns(front.columns, x.shape[1])])
+        kept = np.asarray(x, np.float32)[:, _columns(front.columns, x.shape[1])]
+        wide = torch.as_tensor(_between(kept, front))
         added = torch.full((len(wide), 1), front.constant)
         return _unit(torch.cat([wide, added], 1), front.length).numpy()
     shape = tuple(int(n) for n in x.shape[1:])
@@ -164,6 +179,35 @@ def _columns(text: str, width: int) -> list[int]:
     if not kept or min(kept) < 0 or max(kept) >= width:
         raise UserError(f"features: columns = {text!r}: the table has the columns 0 to {width - 1}")
     return kept
+
+
+def _ranges(front: FrontEnd) -> tuple[list[float], list[float]]:
+    """The public ranges, checked; both empty if there are none."""
+    where = f"features: low = {front.low!r}, high = {front.high!r}"
+    try:
+        low, high = ([float(v) for v in text.split("+") if text] for text in (front.low, front.high))
+    except ValueError:
+        raise UserError(f"{where}: write one number for each column, as 9.71+185.2") from None
+    if len(low) != len(high) or not all(a < b < math.inf for a, b in zip(low, high, strict=True)):
+        raise UserError(f"{where}: give as many low as high values, each low below its high")
+    if front.scale == "log" and not (low and min(low) > 0):
+        raise UserError(f"{where}: scale = log needs ranges above 0")
+    return low, high
+
+
+def _between(rows: np.ndarray, front: FrontEnd) -> np.ndarray:
+    """Columns mapped from their public ranges to [-1, 1], each value alone."""
+    low, high = (np.array(v, np.float32) for v in _ranges(front))
+    if not len(low):
+        return rows
+    if len(low) != rows.shape[1]:
+        raise UserError(
+            f"features: low and high have {len(low)} values, but {rows.shape[1]} columns are kept; give one each"
+        )
+    rows = np.clip(rows, low, high)
+    if front.scale == "log":
+        rows, low, high = np.log(rows), np.log(low), np.log(high)
+    return np.asarray(2 * (rows - low) / (high - low) - 1, np.float32)
 
 
 def _unit(rows: torch.Tensor, least: float = 0.0) -> torch.Tensor:
