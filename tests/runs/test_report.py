@@ -346,3 +346,13 @@ def test_a_sound_but_useless_epsilon_is_not_reassuring() -> None:
     assert words.strength(8260.0, "sound") == words.HARDLY == words.strength(10.1, "sound")
     assert words.strength(0.5, "sound") == "strong" and words.strength(0.5, "nominal") == ""
     assert "hardly at all" in words.meaning(8260.0, 1e-5, "sound")
+
+
+def test_expected_noise_errors_stand_in_the_report_and_measured_ones_only_in_a_private_one(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    shared, private = page([made["sound"]], tmp_path), page([made["sound"]], tmp_path, private=True)
+    assert "expected ℓ1 error of" in shared
+    assert "error that a round&#39;s noise" in private or "error that a round's noise" in private
+    assert "measured, one client" in private
+    assert "measured, one client" not in shared

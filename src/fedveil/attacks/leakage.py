@@ -110,7 +110,8 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
         return Leak(values, task.layout, **known)
     if recipe.clip.rule == "adaclip":
         known = {"noise": noise}  # mapped back by the recipe: the clip is no longer a plain bound
-    if recipe.target == "update" and first.tap != "type1" and recipe.clip.kind != "none":
+    about_update = recipe.target == "update" and recipe.clip.of == "update"
+    if about_update and first.tap != "type1" and recipe.clip.kind != "none":
         known |= {"clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_on": "whole"}
     return Leak(
         values,

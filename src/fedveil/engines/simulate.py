@@ -36,6 +36,7 @@ from fedveil.learning.round import (
     merge,
     model_weights,
     moment_of,
+    noise_errors,
     plan_of,
     start,
     uploads_of,
@@ -155,6 +156,11 @@ def prepare(
 
         task, more = harmonize(task, config, dealt)
         notes += more
+    elif recipe.name == "nbafl" and recipe.epsilon is not None:
+        from fedveil.learning.harmonize import nbafl
+
+        task, more = nbafl(task, config, dealt)
+        notes += more
     initial = flatten(module)
     sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
     engine, reason = local.choose(module, sample, config.engine)
@@ -228,6 +234,11 @@ def play_round(
         "learning_rate": learning_rate_of(task, state.round),
     }
     private = _diagnostics(seen)
+    if len(clients):
+        first = int(clients[0])
+        errors = noise_errors(task, now, first, prepared.partition.size(first), prepared.config.diagnostics)
+        private |= {name: errors.pop(name) for name in ("measured_l1",) if name in errors}
+        facts |= errors
     if task.recipe.where == "server" and task.recipe.cohort == "poisson":
         # The amplification counts on a secret cohort, and its size tells something about it.
         private |= {name: facts.pop(name) for name in ("clients", "uploads")}

@@ -10,6 +10,7 @@ from fedveil.errors import UserError
 from fedveil.learning.promise import Round, claims
 from fedveil.learning.recipes import Recipe, constant, with_changes
 from fedveil.learning.round import Task, moment_of, start
+from fedveil.learning.udp import nbafl_scales
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.events import Event
 from fedveil.runs.config import RunConfig
@@ -50,6 +51,26 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     return replace(task, recipe=recipe), (
         f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
     )
+
+
+def nbafl(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+    """Give NbAFL the noise of its own formulas for recipe.epsilon and delta (see `udp.nbafl_scales`).
+
+    Formal guarantee: none by itself; the ledger states what this noise is worth, as for any other.
+    """
+    recipe = task.recipe
+    assert recipe.epsilon is not None
+    smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
+    clip = recipe.clip.bound.value(0, task.setting.rounds)
+    seen = round(recipe.exposures) or expected_participations(task)
+    up, down = nbafl_scales(
+        recipe.epsilon, config.delta, clip, smallest, dealt.clients, task.setting.rounds, seen
+    )
+    noised = replace(recipe, sigma=constant(up / clip), downlink_sigma=down / clip)
+    said = (
+        f"NbAFL's own scales for epsilon {recipe.epsilon:g}: uplink deviation {up:.4g}, downlink {down:.4g}"
+    )
+    return replace(task, recipe=noised), (said,)
 
 
 def clip_for(mechanism: str) -> dict[str, Any]:

@@ -91,6 +91,16 @@ def fixed_ranges(
     return Ranges(per_layer(centre, "centre"), per_layer(radius, "radius"))
 
 
+def model_ranges(weights: np.ndarray, layout: Layout, smallest: float = 1e-4) -> Ranges:
+    """Each layer's interval from its smallest to its largest weight in a public model, usually the first one:
+    the prior that clients and server agree on when the weights are initialised.
+
+    Formal guarantee: none is needed where the model does not depend on any client's data, as random weights do.
+    """
+    found = adaptive_ranges(weights, layout, smallest=smallest)
+    return Ranges(found.centre, found.radius, source="agreed")
+
+
 def adaptive_ranges(
     average: np.ndarray,
     layout: Layout,

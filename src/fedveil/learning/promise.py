@@ -305,17 +305,15 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
         if recipe.noise_on == "sum"
         else (now.sigmas[0] * now.bounds[0] / joint_bound(recipe, now.bounds[0], setting.layers))
     )
+    whole = recipe.clip.of == "weights"  # two models in the ball may be twice the bound apart
+    why = f"each upload is {'a model that is ' if whole else ''}clipped and noised by its client"
     for observer in AFTER_UPLOAD:
         out += _both_units(
-            observer,
-            z,
-            Sampling("none"),
-            "zero-out",
-            "each upload is clipped and noised by its client",
-            "holder",
+            observer, z, Sampling("none"), "replace-one" if whole else "zero-out", why, "holder"
         )
     if recipe.name == "nbafl":
-        paper = Event(Noise("gaussian", now.sigmas[0]), Sampling("none"), "zero-out", "example", 1)
+        printed = now.sigmas[0] * size / 2  # over the printed sensitivity 2C/|D_i|
+        paper = Event(Noise("gaussian", printed), Sampling("none"), "replace-one", "example", 1)
         out.append(
             Claim(
                 "server",

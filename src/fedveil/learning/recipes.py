@@ -49,6 +49,7 @@ class Clip:
     tracks a quantile of the norms from noised counts; "adaclip" shifts and scales each coordinate by
     statistics of noised gradients, then clips to 1.
     count_noise: standard deviation of the noise on each step's count of unclipped examples ("quantile").
+    of: what an upload's bound is about: the update, or the whole model, start + update (NbAFL).
     """
 
     kind: Literal["none", "layer", "flat"] = "none"
@@ -56,6 +57,7 @@ class Clip:
     norm: Literal["l1", "l2"] = "l2"
     rule: ClipRule = "given"
     split: bool = False
+    of: Literal["update", "weights"] = "update"
     quantile: float = 0.5
     quantile_rate: float = 0.2
     count_noise: float = 5.0
@@ -95,9 +97,13 @@ class Recipe:
     prune: float = 0.0  # fraction of an update's smallest coordinates that is dropped before upload
     share: float = 1.0  # DSSGD: fraction of the coordinates above `share_threshold` that is uploaded
     share_threshold: float = 0.0
-    epsilon: float | None = None  # two-valued: per weight; NbAFL and UDP-FL: the client's budget
+    epsilon: float | None = None  # two-valued: per weight; NbAFL: sets its noise by its own formulas
     ranges: Literal["fixed", "adaptive", "client"] = "fixed"
     radius: float = 0.075
+    # First ranges: `radius` in every layer, or each layer's interval in the (public) first model.
+    prior: Literal["radius", "model"] = "radius"
+    adapt: Literal["extremes", "spread"] = "extremes"  # how adaptive ranges follow the server's average
+    exposures: float = 0.0  # NbAFL: how often a client's uploads are seen; 0: in every round it takes part
     downlink_sigma: float = 0.0  # NbAFL: noise on the broadcast model, over the clip bound
     heterogeneity: bool = False  # UDP-FL: pull towards the model of the client with the weakest budget
 
@@ -130,6 +136,10 @@ def check(recipe: Recipe) -> None:
         )
     if r.target == "weights" and r.mechanism not in ("two-valued", "none"):
         refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
+    if clip.of == "weights" and (r.target, r.where, clip.kind) != ("update", "client", "flat"):
+        refuse(
+            "clip.of = weights bounds an upload as a whole model: target = update, where = client, clip.kind = flat"
+        )
     if r.mechanism == "two-valued":
         if r.target != "weights" or r.where != "client":
             refuse(
@@ -484,14 +494,13 @@ def _build() -> dict[str, Recipe]:
         ),
         Recipe(
             "nbafl",
-            "clipped updates noised on the uplink, broadcast noised on the downlink",
+            "models clipped and noised on the uplink, broadcast noised on the downlink",
             "P5",
             family="baseline",
             target="update",
-            clip=_flat(1.0),
+            clip=_flat(10.0, of="weights"),
             mechanism="gaussian",
             where="client",
-            downlink_sigma=0.0,
         ),
         Recipe(
             "dp-fedavg",

@@ -20,7 +20,7 @@ from torch import nn
 
 from fedveil.errors import UserError
 from fedveil.keys import derive, generator
-from fedveil.learning import aggregate, channel, connectivity, ldp, noise
+from fedveil.learning import aggregate, channel, connectivity, ldp, noise, udp
 from fedveil.learning.batches import batches
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.learning.promise import Round, Setting
@@ -78,11 +78,12 @@ def start(task: Task, weights: np.ndarray) -> State:
         server["adaclip_mean"] = np.zeros(task.layout.size, np.float32)
         server["adaclip_variance"] = np.full(task.layout.size, 1.0 / task.layout.size, np.float32)
     if task.recipe.mechanism == "two-valued":
-        centre = np.zeros(task.layout.layers)
-        server["range_centre"], server["range_radius"] = (
-            centre,
-            np.full(task.layout.layers, task.recipe.radius),
+        first = (
+            ldp.model_ranges(weights, task.layout)
+            if task.recipe.prior == "model"
+            else ldp.fixed_ranges(task.layout, task.recipe.radius)
         )
+        server["range_centre"], server["range_radius"] = np.array(first.centre), np.array(first.radius)
     return State(weights.astype(np.float32), 0, server)
 
 
@@ -187,6 +188,37 @@ def work_of(task: Task, state: State, now: Round, client: int) -> ClientWork:
     )
 
 
+def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool = True) -> dict[str, float]:
+    """The l1 error that a round's noise puts into one client's update: expected for the sum of its steps, the
+    papers' bound (steps times one step), and with `measure` what this client's noise really was (private).
+
+    Empty where the noise is not in the steps, differs from step to step, or is scaled by the data. Control
+    variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch.
+    """
+    plan = plan_of(task, now, client, size)
+    if plan.noise == "none":
+        return {}
+    plain = plan.sensitivity == "bound" and plan.bound_rule == "given"
+    same = len(set(plan.multipliers)) == 1 and len(set(plan.bounds)) == 1
+    if not (plain and same and plan.noise_on == "sum" and task.recipe.clip.rule != "adaclip"):
+        return {}
+    if not (plan.multipliers[0] > 0 and math.isfinite(plan.bounds[0])):
+        return {}
+    factor = plan.learning_rate / plan.expected_batch
+    told = udp.expected_l1(
+        plan.noise, plan.multipliers[0], plan.bounds[0], task.layout.size, plan.steps, plan.nu
+    )
+    errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
+    if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
+        key = derive(task.root, "noise", now.number, client)[:16]
+        work = ClientWork(client, np.zeros((plan.steps, 0), np.int32), key)
+        total = np.zeros(task.layout.size)
+        for step in range(plan.steps):
+            total += noise.step_noise(plan, work, step, 0, total.size)
+        errors["measured_l1"] = factor * plan.bounds[0] * float(np.abs(total).sum())
+    return errors
+
+
 @dataclass(frozen=True)
 class Upload:
     """What leaves one client: the sanitised update and, for some recipes, a noised count or packed bits."""
@@ -216,7 +248,8 @@ def uploads_of(
             )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
-        update = sanitise_update(task, _own_moment(task, now, client), recipe, result.delta[k], client)
+        moment = _own_moment(task, now, client)
+        update = sanitise_update(task, moment, recipe, result.delta[k], client, state.weights)
         below = None
         if recipe.clip.rule == "quantile":
             pairs = task.setting.batch * task.setting.steps
@@ -234,13 +267,27 @@ def _own_moment(task: Task, now: Round, client: int) -> Round:
     return replace(now, sigmas=(task.own[client][1],) * len(now.sigmas))
 
 
-def sanitise_update(task: Task, now: Round, recipe: Recipe, update: np.ndarray, client: int) -> np.ndarray:
+def sanitise_update(
+    task: Task,
+    now: Round,
+    recipe: Recipe,
+    update: np.ndarray,
+    client: int,
+    start: np.ndarray | None = None,
+) -> np.ndarray:
     """What a client does to its finished update before it leaves: clip, noise, prune, select.
 
+    start: the weights that the client started from; needed where the bound is about the whole model.
+
     Formal guarantee: with target = update the result has the joint bound of `promise.joint_bound` before
-    noise; with where = client it carries Gaussian noise of scale sigma * bound.
+    noise (clip.of = weights: start + result has it, so two results differ by at most twice the bound); with
+    where = client it carries Gaussian noise of scale sigma * bound.
     """
-    if recipe.target == "update" and recipe.clip.kind != "none":
+    if recipe.clip.of == "weights":
+        if start is None:
+            raise ValueError("clip.of = weights needs the start weights")
+        update = clip_update(start + update, now.bounds[0], recipe, task.layout) - start
+    elif recipe.target == "update" and recipe.clip.kind != "none":
         update = clip_update(update, now.bounds[0], recipe, task.layout)
     if recipe.where == "client":
         scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
@@ -419,8 +466,10 @@ def _average_reports(
         "late": tally.late,
     }
     memory: dict[str, np.ndarray] = {}
+    facts["radius"] = [float(r) for r in state.server["range_radius"]]
     if task.recipe.ranges == "adaptive":
-        new = ldp.adaptive_ranges(average, task.layout)
+        spread = ldp.average_variance(average, ranges_of(state), epsilon, task.layout, tally.arrived)
+        new = ldp.adaptive_ranges(average, task.layout, rule=task.recipe.adapt, noise_variance=spread)
         memory = {"range_centre": np.array(new.centre), "range_radius": np.array(new.radius)}
     return average.astype(np.float32), memory, facts
 

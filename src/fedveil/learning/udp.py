@@ -118,7 +118,7 @@ def measured_l1(noised: np.ndarray, clean: np.ndarray) -> float:
 
 
 def _shape(lam: float, nu: float | None) -> float:
-    return 1 / (1 + math.exp(lam / 2)) if nu is None else nu
+    return 1 / (1 + math.exp(min(lam / 2, 700.0))) if nu is None else nu
 
 
 def _staircase_sum(lam: float, width: float, nu: float, additions: int) -> float:

@@ -69,7 +69,7 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
     if plan.noise != "none":
         scale = float(result.noise_scale[0]) * plan.learning_rate / plan.expected_batch * plan.steps**0.5
     if tap != "type1":
-        update = sanitise_update(task, now, recipe, update, client)
+        update = sanitise_update(task, now, recipe, update, client, state.weights)
         if recipe.where == "client":
             scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
     if tap == "type0-sanitised" and recipe.where == "server":

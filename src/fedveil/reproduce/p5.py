@@ -54,10 +54,11 @@ TABLE_9 = {
 
 
 def udp(recipe: str, dataset: str, epsilon: float | None, **more: Any) -> Train:
-    """A run calibrated to a sound epsilon for the server; None is plain averaging."""
+    """A run calibrated to a sound epsilon for the server; None is plain averaging. NbAFL sets its own noise."""
     merged = {**settings.UDP[dataset], **more}
-    if epsilon is None:
+    if epsilon is None or recipe == "nbafl":
         merged = {k: v for k, v in merged.items() if k not in ("calibrate", "clip.bound", "channel")}
+        merged |= {} if epsilon is None else {"epsilon": epsilon}
         recipe = recipe if recipe == "nbafl" else "non-private"
     else:
         merged["target_epsilon"] = float(epsilon)
@@ -161,9 +162,7 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: Any) 
 def _figures() -> list[Entry]:
     first = [c for d in ("mnist", "medical_mnist") for c in _lines(d, 5.0, (10, 25, 50, 100, 150))]
     first += [
-        Cell(
-            f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, None), f"accuracy@{r}", ("no-numbers",)
-        )
+        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, 5.0), f"accuracy@{r}", ("no-numbers",))
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]

@@ -309,6 +309,15 @@ def settings_charts(facts: Facts) -> list[tuple[Markup, bool]]:
             True,
         )
     )
+    measured = [number(line.get("measured_l1")) for line in facts.private]
+    told = [
+        Series("expected", facts.x, facts.column("expected_l1"), 1),
+        Series("measured, one client", rounds, measured, 4),
+        Series("the paper's bound", facts.x, facts.column("expected_l1_bound"), 2),
+    ]
+    if any(value is not None for value in measured):
+        title = "ℓ1 error that a round's noise puts into one client's update"
+        out.append((plots.lines(told, title=title, y_label="ℓ1 error"), True))
     return [(chart, hidden) for chart, hidden in out if chart]
 
 
@@ -316,6 +325,9 @@ def steady(facts: Facts) -> list[str]:
     """The settings that stayed the same in all rounds, as sentences."""
     if not facts.recipe.private:
         return []
+    if facts.recipe.mechanism == "two-valued":
+        where = "fixed" if facts.recipe.ranges == "fixed" else "from the server's average"
+        return [f"ε {short(facts.recipe.epsilon)} for each reported weight", f"ranges {where}"]
     known = {label: set(facts.column(key)) for key, _, label in SETTINGS}
     own = facts.promise.own
     said = (
@@ -323,6 +335,12 @@ def steady(facts: Facts) -> list[str]:
         if own
         else []
     )
+    error, bound = (set(facts.column(key)) for key in ("expected_l1", "expected_l1_bound"))
+    if len(error) == len(bound) == 1 and None not in error | bound:
+        said.append(
+            f"a round's noise puts an expected ℓ1 error of {short(error.pop())} into a client's update "
+            f"(the paper's formula, which lets noises not cancel, says {short(bound.pop())})"
+        )
     return said + [
         f"the {label} was {short(next(iter(v)))} in all rounds"
         for label, v in known.items()

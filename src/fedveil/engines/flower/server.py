@@ -530,7 +530,10 @@ def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float
     bound = joint_bound(recipe, now.bounds[0], task.layout.layers)
     if recipe.target == "update" and recipe.clip.kind != "none":
         noise = now.sigmas[0] * now.bounds[0] * (root + 10) * 1.1 if recipe.where == "client" else 0.0
-        return bound * (1 + 1e-4) + noise
+        start = (
+            float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of == "weights" else 0.0
+        )
+        return (bound + start) * (1 + 1e-4) + noise
     if recipe.where != "step" or recipe.clip.rule in ("median", "adaclip") or plan.proximal or plan.penalty:
         return absurd
     if recipe.aggregate == "scaffold":
