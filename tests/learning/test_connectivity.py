@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,13 @@ from scipy.integrate import trapezoid
 from torch import nn
 
 from fedveil import keys
+from fedveil.engines.simulate import run as simulate
 from fedveil.errors import UserError
 from fedveil.learning import connectivity as con
 from fedveil.learning.connectivity import Search
 from fedveil.models.layout import flatten, layout_of
+from fedveil.runs.config import load_config
+from fedveil.runs.report import write_report
 
 KEY = keys.derive(5, "connectivity")
 NOTHING = torch.zeros(4, 1), torch.zeros(4)
@@ -140,6 +145,19 @@ def test_paths_can_be_plotted(tmp_path) -> None:
     merged = con.merge_on(np.concatenate([ends(90), ends(45)]), ring, *NOTHING, KEY, Search(steps=5))
     con.plot_paths(merged.paths, tmp_path / "paths.png")
     assert (tmp_path / "paths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_paths_of_a_run_are_recorded_and_stand_in_its_report(tmp_path) -> None:
+    small = ["dataset=digits", "clients=4", "rounds=1", "local_steps=2", "batch_size=8", "report=false"]
+    changes = [*small, "aggregate=connectivity", "validation=0.1", "model=logistic"]
+    simulate(load_config("udp-fl-gaussian", changes), tmp_path / "run")
+    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    routes = con.recorded(line["paths"])
+    assert [r.level for r in routes] == [0, 0, 1]
+    assert all(r.trained.mean() <= r.straight.mean() + 1e-6 for r in routes)
+    con.plot_paths(routes, tmp_path / "paths.png")
+    write_report([tmp_path / "run"], tmp_path / "page.html")
+    assert "Public loss between merged models" in (tmp_path / "page.html").read_text("utf-8")
 
 
 def test_the_closed_form_is_the_printed_one() -> None:

@@ -11,10 +11,10 @@ data used here is public. With private data this would be training on it, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -215,6 +215,21 @@ def _bend(
 def _expected(along: Tensor) -> Tensor:
     """Mean over p ~ U(0, 1) by the trapezoid rule on the equally spaced grid."""
     return (along[:, 1:] + along[:, :-1]).mean(dim=1) / 2
+
+
+def recorded(paths: Sequence[Mapping[str, Any]]) -> tuple[Route, ...]:
+    """The routes of a round as `metrics.jsonl` keeps them under "paths", e.g. for `plot_paths`."""
+    return tuple(
+        Route(
+            int(path["level"]),
+            (int(path["pair"][0]), int(path["pair"][1])),
+            np.linspace(0, 1, len(path["trained"])),
+            np.asarray(path["straight"], dtype=np.float64),
+            np.asarray(path["trained"], dtype=np.float64),
+            int(path["steps"]),
+        )
+        for path in paths
+    )
 
 
 def plot_paths(paths: Sequence[Route], file: str | Path) -> None:

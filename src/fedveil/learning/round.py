@@ -499,7 +499,13 @@ def _connect(task: Task, state: State, now: Round, kept: list[Upload]) -> tuple[
         loss=task.loss,
     )
     paths = [
-        {"level": r.level, "straight": r.straight.tolist(), "trained": r.trained.tolist(), "steps": r.steps}
+        {
+            "level": r.level,
+            "pair": list(r.pair),
+            "straight": r.straight.tolist(),
+            "trained": r.trained.tolist(),
+            "steps": r.steps,
+        }
         for r in found.paths
     ]
     return found.weights.astype(np.float64) - state.weights, paths

@@ -318,7 +318,28 @@ def settings_charts(facts: Facts) -> list[tuple[Markup, bool]]:
     if any(value is not None for value in measured):
         title = "ℓ1 error that a round's noise puts into one client's update"
         out.append((plots.lines(told, title=title, y_label="ℓ1 error"), True))
+    out.append((path_chart(facts), False))
     return [(chart, hidden) for chart, hidden in out if chart]
+
+
+def path_chart(facts: Facts) -> Markup:
+    """Public loss along the paths of the last round that merged by mode connectivity, averaged per level."""
+    paths: Sequence[Mapping[str, Any]] = next(
+        (m["paths"] for m in reversed(facts.metrics) if m.get("paths")), ()
+    )
+    series = []
+    for level in sorted({int(path["level"]) for path in paths}):
+        for index, kind in enumerate(("straight", "trained")):
+            curves = [path[kind] for path in paths if path["level"] == level]
+            mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+            at = [k / (len(mean) - 1) for k in range(len(mean))]
+            series.append(Series(f"level {level + 1}, {kind}", at, mean, 1 + level % 6, dashed=index == 0))
+    title = "Public loss between merged models: straight line and trained path (last round)"
+    return (
+        plots.lines(series, title=title, x_label="place on the path", y_label="public loss")
+        if series
+        else Markup("")
+    )
 
 
 def steady(facts: Facts) -> list[str]:
