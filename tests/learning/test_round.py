@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedveil.engines.simulate import play_round, prepare
+from fedveil.errors import UserError
 from fedveil.learning.recipes import get, with_changes
 from fedveil.learning.round import (
+    Upload,
     clip_update,
     drop_smallest,
     merge,
@@ -20,6 +22,7 @@ from fedveil.learning.round import (
     plan_of,
     sanitise_update,
     share_some,
+    shuffled,
     start,
     uploads_of,
 )
@@ -155,3 +158,25 @@ def test_fixed_variance_holds_the_noise_deviation():
     for index in range(4):
         now = moment_of(run.task, replace(start(run.task, run.initial), round=index))
         assert now.bounds[0] * now.sigmas[0] == pytest.approx(12)
+
+
+def test_shuffled_updates_lose_their_names_and_order_but_not_their_sum():
+    run = prepared("udp-fl-gaussian", "channel=shuffle-models", "sigma=1")
+    now = moment_of(run.task, start(run.task, run.initial))
+    sent = [Upload(client, np.full(3, float(client), np.float32)) for client in range(40)]
+    got = list(shuffled(run.task, now, iter(sent)))
+    values = [int(upload.update[0]) for upload in got]
+    assert {upload.client for upload in got} == {-1}
+    assert sorted(values) == list(range(40))
+    assert values != list(range(40))  # one order of 40!
+    plain = prepared("udp-fl-gaussian", "sigma=1")
+    assert list(shuffled(plain.task, now, iter(sent))) == sent
+    state = start(run.task, run.initial)
+    mixed, straight = (play_round(r, state, np.arange(4))[0].weights for r in (run, plain))
+    np.testing.assert_allclose(mixed, straight, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"aggregate": "scaffold"}, {"heterogeneity": True}])
+def test_shuffled_updates_exclude_what_must_know_the_sender(changes):
+    with pytest.raises(UserError, match="who sent"):
+        with_changes(get("udp-fl-gaussian"), {"channel": "shuffle-models", **changes})

@@ -38,6 +38,7 @@ from fedveil.learning.round import (
     moment_of,
     noise_errors,
     plan_of,
+    shuffled,
     start,
     uploads_of,
     work_of,
@@ -226,7 +227,7 @@ def play_round(
             yield from uploads_of(task, now, state, chunk, result)
             seen.append((chunk, replace(result, delta=np.empty(0))))
 
-    following, facts = merge(task, state, now, uploads())
+    following, facts = merge(task, state, now, shuffled(task, now, uploads()))
     facts |= {
         "clients": len(clients),
         "sigma": now.sigmas[0],

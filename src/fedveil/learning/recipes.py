@@ -156,6 +156,10 @@ def check(recipe: Recipe) -> None:
             refuse("radius must be above 0")
     elif r.channel == "shuffle-parameters":
         refuse("parameter shuffling sends one bit per weight: it needs mechanism = two-valued")
+    elif r.channel == "shuffle-models" and (r.aggregate == "scaffold" or r.heterogeneity):
+        refuse(
+            "channel = shuffle-models hides who sent an update, which SCAFFOLD and heterogeneity must know"
+        )
     if r.where in ("step", "sum") and r.target != "gradient":
         refuse(f"where = {r.where} protects examples: target must be gradient")
     if r.where in ("server", "client") and r.mechanism != "two-valued" and r.target != "update":

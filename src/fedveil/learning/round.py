@@ -333,6 +333,19 @@ def share_some(update: np.ndarray, recipe: Recipe, draw: np.random.Generator) ->
     return out
 
 
+def shuffled(task: Task, now: Round, uploads: Iterator[Upload]) -> Iterator[Upload] | list[Upload]:
+    """What the server gets of whole updates: with channel = shuffle-models in a random order and without names.
+
+    Formal guarantee: none of its own. The order depends on the key only; updates with Gaussian or other noise that
+    is not pure local privacy, or that can be recognised by their content, gain nothing that could be claimed.
+    """
+    if task.recipe.channel != "shuffle-models" or task.recipe.mechanism == "two-valued":
+        return uploads
+    everyone = list(uploads)
+    order = channel.model_order(len(everyone), derive(task.root, "delays", now.number)) if everyone else []
+    return [replace(everyone[k], client=-1) for k in order]
+
+
 def merge(
     task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]
 ) -> tuple[State, dict[str, Any]]:
