@@ -61,20 +61,20 @@ def two_loops(pairs, gradient):
 def test_directions_are_those_of_the_textbook_recursion(monkeypatch):
     """Also after the ring of 5 pairs has been overwritten."""
     pairs, checked = [], []
-    remember, aim = lbfgs._remember, lbfgs._aim
+    remember, aim = lbfgs.History.remember, lbfgs._aim
 
-    def spy_remember(state, rows, moved, change):
-        remember(state, rows, moved, change)
+    def spy_remember(self, rows, moved, change):
+        remember(self, rows, moved, change)
         pairs.append((moved[0].clone(), change[0].clone()))
 
-    def spy_aim(state, rows):
-        aim(state, rows)
+    def spy_aim(state, rows, history):
+        aim(state, rows, history)
         if pairs and rows[0]:
             expected = two_loops(pairs[-5:], state["gradient"][0])
             torch.testing.assert_close(state["direction"][0], expected, rtol=1e-8, atol=1e-12)
             checked.append(True)
 
-    monkeypatch.setattr(lbfgs, "_remember", spy_remember)
+    monkeypatch.setattr(lbfgs.History, "remember", spy_remember)
     monkeypatch.setattr(lbfgs, "_aim", spy_aim)
     scale = torch.logspace(0, 3, 9, dtype=torch.float64)
     objective = with_gradient(lambda x, _rows: (scale * x**2).sum(1))

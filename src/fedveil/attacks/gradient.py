@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, softmax
 
 from fedveil.attacks.lbfgs import Settings, minimise
-from fedveil.attacks.leak import CHUNK, Leak, Predict, infer_labels, predictor
+from fedveil.attacks.leak import CHUNK, Leak, Predict, fast_matcher, infer_labels, predictor
+from fedveil.attacks.matching import Matcher
 from fedveil.errors import UserError, did_you_mean
 
 Method = Literal["dlg", "idlg", "cpl", "gradinv", "veil"]
@@ -71,6 +72,8 @@ class _Problem:
     smoothing: float = 0.0
     brightness: float = 0.5  # of public images, as a share of the box
     noisy: bool = False
+    fast: Matcher | None = None  # the compiled loss, where there is one
+    plain: bool = False  # all weights are 1
 
     @property
     def n(self) -> int:
@@ -91,11 +94,15 @@ class _Problem:
             value = (self.weight[rows] * made * (made - 2 * seen)).sum(1) / self.scale[rows]
         else:
             value = (self.weight[rows] * (made - seen).square()).sum(1) / self.scale[rows]
-        if self.smoothing and len(self.shape) == 3:
-            vertical = (images[..., 1:, :] - images[..., :-1, :]).abs().flatten(1).mean(1)
-            sideways = (images[..., 1:] - images[..., :-1]).abs().flatten(1).mean(1)
-            value = value + self.smoothing * (vertical + sideways)
-        return value
+        return value + self.roughness(images)
+
+    def roughness(self, images: Tensor) -> Tensor | float:
+        """Total variation, as far as it counts."""
+        if not self.smoothing or len(self.shape) != 3:
+            return 0.0
+        vertical = (images[..., 1:, :] - images[..., :-1, :]).abs().flatten(1).mean(1)
+        sideways = (images[..., 1:] - images[..., :-1]).abs().flatten(1).mean(1)
+        return self.smoothing * (vertical + sideways)
 
     def soft(self, rows: Tensor) -> Tensor:
         return one_hot(self.labels[rows], self.classes).to(self.target.dtype)
@@ -126,8 +133,27 @@ class _Problem:
                 values.append(value.detach())
             return torch.cat(values), torch.cat(gradients)
 
-        evaluate.images_of = images_of  # type: ignore[attr-defined]
-        return evaluate
+        def evaluate_fast(points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            """The same by the compiled loss: only the way from points to images is left to autograd."""
+            some = points.detach().requires_grad_()
+            images, logits = images_of(some)
+            soft = self.soft(rows) if logits is None else softmax(logits.view(-1, self.n, self.classes), -1)
+            assert self.fast is not None
+            value, by_image, by_label = self.fast(
+                images, soft, self.target, None if self.plain else self.weight, self.scale, rows,
+                cosine=distance == "cosine", noisy=self.noisy,
+            )  # fmt: skip
+            outer = (images * by_image).sum()
+            if logits is not None:
+                outer = outer + (soft * by_label).sum()
+            rough = self.roughness(images)
+            if isinstance(rough, Tensor):
+                value, outer = value + rough.detach(), outer + rough.sum()
+            return value, torch.autograd.grad(outer, some)[0]
+
+        chosen = evaluate if self.fast is None else evaluate_fast
+        chosen.images_of = images_of  # type: ignore[attr-defined]
+        return chosen
 
 
 def attack(
@@ -192,6 +218,8 @@ def attack(
         smoothing=1e-4 if method == "gradinv" else 0.0,
         brightness=brightness,
         noisy=leak.noisy,
+        fast=None if unroll else fast_matcher(module, weights, leak, shape, aware=aware),
+        plain=method != "veil" and not leak.pruned,
     )
 
     best = torch.full((victims, n, *shape), sum(pixel_range) / 2, dtype=weights.dtype)
@@ -289,7 +317,7 @@ def _descend(
 ):
     """Batched L-BFGS on the given victims, in groups whose histories fit in memory."""
     objective = problem.objective(distance, form)
-    memory = int(min(60, max(5, HISTORY_FLOATS // (2 * start.shape[1]))))
+    memory = int(min(100, max(5, HISTORY_FLOATS // (2 * start.shape[1]))))
     group = max(1, HISTORY_FLOATS // (2 * memory * start.shape[1]))
     images, losses, used, labels = [], [], [], []
     for at in range(0, len(rows), group):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedveil.attacks.matching import two_loops as fast_two_loops
+
 Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(points [R, n], row numbers [R]) -> (values [R], gradients [R, n])"""
 
@@ -56,7 +58,6 @@ def minimise(
     watch(rows, points, iterations) is told about accepted steps; it measures, it cannot change anything.
     """
     rows_total, size = start.shape
-    memory = settings.memory
     best = start.detach().clone()
     best_value = torch.full((rows_total,), float("inf"), dtype=start.dtype)
     done_iterations = torch.zeros(rows_total, dtype=torch.long)
@@ -79,18 +80,15 @@ def minimise(
         "high": torch.full_like(value, float("inf")),
         "trial": torch.zeros(rows_total, dtype=torch.long),
         "iteration": torch.zeros(rows_total, dtype=torch.long),
-        "stored": torch.zeros(rows_total, dtype=torch.long),  # pairs since the last reset (a ring buffer)
         "failures": torch.zeros(rows_total, dtype=torch.long),
         "mark": value.clone(),  # value `patience` steps ago
-        "s": torch.zeros(rows_total, memory, size, dtype=start.dtype),
-        "y": torch.zeros(rows_total, memory, size, dtype=start.dtype),
-        "sy": torch.zeros(rows_total, memory, memory, dtype=torch.float64),  # inner products of the pairs
-        "yy": torch.zeros(rows_total, memory, memory, dtype=torch.float64),
     }
     finite = torch.isfinite(value) & torch.isfinite(gradient).all(1)
     best_value[finite] = value[finite]
-    state = {k: v[finite] for k, v in state.items()}
-    _aim(state, torch.ones(len(state["rows"]), dtype=torch.bool))
+    if not bool(finite.all()):
+        state = {k: v[finite] for k, v in state.items()}
+    history = History.empty(rows_total, settings.memory, size, start.dtype)
+    _aim(state, torch.ones(len(state["rows"]), dtype=torch.bool), history)
 
     while len(state["rows"]):
         trial_point = state["point"] + state["step"][:, None] * state["direction"]
@@ -127,12 +125,13 @@ def minimise(
         )
 
         if accept.any():
-            moved = trial_point[accept] - state["point"][accept]
-            change = trial_gradient[accept] - state["gradient"][accept]
-            _remember(state, accept, moved, change)
-            state["point"][accept] = trial_point[accept]
-            state["value"][accept] = trial_value[accept]
-            state["gradient"][accept] = trial_gradient[accept]
+            on = slice(None) if bool(accept.all()) else accept.nonzero()[:, 0]  # views where all rows move
+            moved = trial_point[on] - state["point"][on]
+            change = trial_gradient[on] - state["gradient"][on]
+            history.remember(state["rows"][on], moved, change)
+            state["point"][on] = trial_point[on]
+            state["value"][on] = trial_value[on]
+            state["gradient"][on] = trial_gradient[on]
             state["iteration"] += accept
             state["failures"] *= ~accept
             better = accept & (state["value"] < best_value[state["rows"]])
@@ -141,7 +140,8 @@ def minimise(
             if watch is not None:
                 watch(state["rows"][accept], state["point"][accept], state["iteration"][accept])
 
-        state["stored"] = torch.where(fail, 0, state["stored"])
+        if bool(fail.any()):
+            history.forget(state["rows"][fail])
         state["failures"] += fail
         checkpoint = accept & (state["iteration"] % settings.patience == 0)
         stalled = checkpoint & (state["mark"] - state["value"] <= settings.stall * state["mark"].abs())
@@ -152,7 +152,7 @@ def minimise(
             | (state["failures"] >= 2)
             | stalled
         )
-        _aim(state, accept | fail)
+        _aim(state, (accept | fail) & ~finished, history)
         if finished.any():
             done_iterations[state["rows"][finished]] = state["iteration"][finished]
             state = {k: v[~finished] for k, v in state.items()}
@@ -160,79 +160,77 @@ def minimise(
     return Minimum(best, best_value, done_iterations, evaluations)
 
 
-def _remember(state: dict[str, Tensor], rows: Tensor, moved: Tensor, change: Tensor) -> None:
-    """Store a curvature pair, and its inner products with the others, where it is safely positive."""
-    inner = (moved * change).sum(1)
-    good = inner > 1e-10 * (moved.norm(dim=1) * change.norm(dim=1))
-    where, moved, change = rows.nonzero()[:, 0][good], moved[good], change[good]
-    if not len(where):
-        return
-    memory = state["s"].shape[1]
-    slot = state["stored"][where] % memory
-    state["s"][where, slot], state["y"][where, slot] = moved, change
-    everyone = len(where) == len(rows)
-    s, y = (state["s"], state["y"]) if everyone else (state["s"][where], state["y"][where])
-    both = torch.stack([moved, change], 2)
-    y_with = torch.bmm(y, both).double()
-    state["sy"][where, slot] = y_with[:, :, 0]
-    state["yy"][where, slot] = y_with[:, :, 1]
-    state["yy"][where, :, slot] = y_with[:, :, 1]
-    state["sy"][where, :, slot] = torch.bmm(s, change[:, :, None])[:, :, 0].double()
-    state["stored"][where] += 1
+@dataclass
+class History:
+    """The curvature pairs of every row, newest `memory` of each, by row number; finished rows are left alone."""
 
+    s: Tensor  # [R, memory, n]
+    y: Tensor
+    rho: Tensor  # [R, memory]: 1 / <s, y>
+    gamma: Tensor  # [R]: <s, y> / <y, y> of the newest pair
+    stored: Tensor  # [R]: pairs since the last reset (a ring)
 
-def _aim(state: dict[str, Tensor], rows: Tensor) -> None:
-    """New search directions and a fresh line search for the given rows.
+    @staticmethod
+    def empty(rows: int, memory: int, size: int, dtype: torch.dtype) -> History:
+        s, y = (torch.zeros(rows, memory, size, dtype=dtype) for _ in range(2))
+        return History(
+            s, y, torch.zeros(rows, memory, dtype=dtype), torch.ones(rows, dtype=dtype),
+            torch.zeros(rows, dtype=torch.long),
+        )  # fmt: skip
 
-    The compact form of the L-BFGS inverse: two passes over each row's history, everything else on the small
-    matrices of inner products, in float64."""
-    if not rows.any():
-        return
-    where = rows.nonzero()[:, 0]
-    few = 2 * len(where) < len(rows)  # copying their history is cheaper than computing for everybody
-    pick = where if few else slice(None)
-    g, s, y = state["gradient"][pick], state["s"][pick], state["y"][pick]
-    stored = state["stored"][pick]
-    memory = s.shape[1]
-    first = 1.0 / g.abs().sum(1).clamp(min=1.0)
-    direction = -g * first[:, None]
-    if int(stored.max()):
-        # Oldest first: slot of the i-th oldest pair; unused slots come last and are masked out. Until the ring
-        # wraps, that is simply the order of the slots, and only the filled ones are touched.
-        wrapped = int(stored.max()) > memory
-        filled = memory if wrapped else int(stored.max())
-        s, y = s[:, :filled], y[:, :filled]
-        sy, yy = state["sy"][pick][:, :filled, :filled], state["yy"][pick][:, :filled, :filled]
+    def remember(self, rows: Tensor, moved: Tensor, change: Tensor) -> None:
+        """Store a pair for each of the rows where its curvature is safely positive."""
+        inner = (moved * change).sum(1)
+        good = inner > 1e-10 * (moved.norm(dim=1) * change.norm(dim=1))
+        if not bool(good.all()):
+            rows, moved, change, inner = rows[good], moved[good], change[good], inner[good]
+        slot = self.stored[rows] % self.s.shape[1]
+        self.s[rows, slot], self.y[rows, slot] = moved, change
+        self.rho[rows, slot] = 1 / inner
+        self.gamma[rows] = inner / change.square().sum(1)
+        self.stored[rows] += 1
+
+    def forget(self, rows: Tensor) -> None:
+        self.stored[rows] = 0
+        self.gamma[rows] = 1.0
+
+    def times(self, rows: Tensor, g: Tensor) -> Tensor:
+        """The inverse Hessian of each row times its vector (the two-loop recursion); g itself without pairs."""
+        if fast_two_loops is not None and g.dtype == torch.float32:
+            return fast_two_loops(self.s, self.y, self.rho, self.gamma, self.stored, rows, g)
+        memory, stored = self.s.shape[1], self.stored[rows]
         used = stored.clamp(max=memory)
-        oldest = torch.where(stored > memory, stored % memory, 0)
-        order = (torch.arange(filled)[None] + oldest[:, None]) % filled
-        live = torch.arange(filled)[None] < used[:, None]
-        if wrapped:
-            index, row, column = torch.arange(len(g))[:, None, None], order[:, :, None], order[:, None, :]
-            sy, yy = sy[index, row, column], yy[index, row, column]
-        if not bool(live.all()):
-            pair = live[:, :, None] & live[:, None, :]
-            sy, yy = torch.where(pair, sy, 0.0), torch.where(pair, yy, 0.0)
-        diagonal = torch.where(live, sy.diagonal(dim1=1, dim2=2), 1.0)
-        upper = torch.triu(sy, 1) + torch.diag_embed(diagonal)
-        newest = (used - 1).clamp(min=0)[:, None]
-        gamma = sy.diagonal(dim1=1, dim2=2).gather(1, newest) / yy.diagonal(dim1=1, dim2=2).gather(1, newest)
-        s_g = torch.where(live, torch.bmm(s, g[:, :, None])[:, :, 0].double().gather(1, order), 0.0)
-        y_g = torch.where(live, torch.bmm(y, g[:, :, None])[:, :, 0].double().gather(1, order), 0.0)
-        alpha = torch.linalg.solve_triangular(upper, s_g[:, :, None], upper=True)[:, :, 0]
-        inner = diagonal * alpha + gamma * ((yy @ alpha[:, :, None])[:, :, 0] - y_g)
-        beta = torch.linalg.solve_triangular(upper.mT, inner[:, :, None], upper=False)[:, :, 0]
-        on_s = torch.zeros_like(beta).scatter(1, order, torch.where(live, beta, 0.0)).to(g.dtype)
-        on_y = torch.zeros_like(beta).scatter(1, order, torch.where(live, -gamma * alpha, 0.0)).to(g.dtype)
-        bent = gamma.to(g.dtype) * g
-        bent += torch.bmm(on_s[:, None], s)[:, 0] + torch.bmm(on_y[:, None], y)[:, 0]
-        direction = torch.where((stored > 0)[:, None], -bent, direction)
+        most = int(used.max()) if len(used) else 0
+        alphas = []
+        q = g.clone()
+        for i in range(1, most + 1):  # newest first; rows with fewer pairs sit out
+            at = (stored - i) % memory
+            alpha = torch.where(i <= used, self.rho[rows, at] * (self.s[rows, at] * q).sum(1), 0.0)
+            q -= alpha[:, None] * self.y[rows, at]
+            alphas.append(alpha)
+        q *= self.gamma[rows][:, None]
+        for i in range(most, 0, -1):
+            at = (stored - i) % memory
+            beta = self.rho[rows, at] * (self.y[rows, at] * q).sum(1)
+            q += torch.where(i <= used, alphas[i - 1] - beta, 0.0)[:, None] * self.s[rows, at]
+        return q
+
+
+def _aim(state: dict[str, Tensor], rows: Tensor, history: History) -> None:
+    """New search directions and a fresh line search for the given rows."""
+    if not bool(rows.any()):
+        return
+    where = slice(None) if bool(rows.all()) else rows.nonzero()[:, 0]
+    g, names = state["gradient"][where], state["rows"][where]
+    first = 1.0 / g.abs().sum(1).clamp(min=1.0)
+    fresh = history.stored[names] == 0
+    direction = torch.where(fresh[:, None], -g * first[:, None], -history.times(names, g))
     slope = (direction * g).sum(1)
     uphill = ~(slope < 0)  # also catches NaN
-    direction = torch.where(uphill[:, None], -g * first[:, None], direction)
-    slope = torch.where(uphill, -(g * g).sum(1) * first, slope)
-    own = slice(None) if few else where
-    state["stored"][where] = torch.where(uphill, 0, stored)[own]
-    state["direction"][where], state["slope"][where] = direction[own], slope[own]
+    if bool(uphill.any()):
+        direction = torch.where(uphill[:, None], -g * first[:, None], direction)
+        slope = torch.where(uphill, -(g * g).sum(1) * first, slope)
+        history.forget(names[uphill])
+    state["direction"][where], state["slope"][where] = direction, slope
     state["step"][where], state["trial"][where] = 1.0, 0
     state["low"][where], state["high"][where] = 0.0, float("inf")

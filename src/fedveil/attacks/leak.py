@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import log_softmax, one_hot
 
+from fedveil.attacks.matching import Gradients, Matcher, compiled, matcher
 from fedveil.models.layout import Layout, unflatten
 
 CHUNK = 64  # dummy examples per evaluation: larger batches fall out of the cache
@@ -76,6 +77,24 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 """(images [R, n, ...], soft labels [R, n, classes]) -> predicted leak [R, P]"""
 
 
+class Plain:
+    """Each example's own gradient by the compiled kernels, made for the first input's shape; None where they do not
+    know the net."""
+
+    def __init__(self, module: nn.Module, weights: Tensor, layout: Layout) -> None:
+        self._of = module, weights, layout
+        self._made: dict[tuple[int, ...], Gradients | None] = {}
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor | None:
+        gradients = self.for_shape(tuple(x.shape[1:]))
+        return None if gradients is None else gradients(x, t)
+
+    def for_shape(self, shape: tuple[int, ...]) -> Gradients | None:
+        if shape not in self._made:
+            self._made[shape] = compiled(*self._of, shape)
+        return self._made[shape]
+
+
 def predictor(
     module: nn.Module, weights: Tensor, leak: Leak, *, aware: bool = True, unroll: bool = False
 ) -> Predict:
@@ -89,6 +108,8 @@ def predictor(
     clip = leak.clip if aware else "none"
     on_example = clip != "none" and leak.clip_on == "example"
     scale = leak.learning_rate * leak.steps if leak.kind == "update" else 1.0
+
+    fast = Plain(module, weights, layout)
 
     def loss(parameters: dict[str, Tensor], x: Tensor, t: Tensor) -> Tensor:
         return -(t * log_softmax(functional_call(module, parameters, (x[None],))[0], 0)).sum()
@@ -104,7 +125,11 @@ def predictor(
         return torch.cat([p * (bound / n).clamp(max=1.0) for p, n in zip(parts, norms, strict=True)], -1)
 
     def averaged(x: Tensor, t: Tensor) -> Tensor:
-        each = vmap(example_gradient, in_dims=(None, 0, 0))(weights, x.flatten(0, 1), t.flatten(0, 1))
+        each = fast(x.flatten(0, 1), t.flatten(0, 1))
+        if each is None:
+            each = vmap(example_gradient, in_dims=(None, 0, 0))(weights, x.flatten(0, 1), t.flatten(0, 1))
+        elif leak.scale is not None and leak.shift is not None:
+            each = (each - leak.shift) / leak.scale
         each = shrink(each, leak.bound) if on_example else each
         return each.view(*x.shape[:2], -1).mean(1)
 
@@ -122,6 +147,23 @@ def predictor(
     if clip == "none" or leak.clip_on == "example":
         return inner
     return lambda x, t: shrink(inner(x, t), leak.bound / scale)
+
+
+def fast_matcher(
+    module: nn.Module, weights: Tensor, leak: Leak, shape: tuple[int, ...], *, aware: bool
+) -> Matcher | None:
+    """The compiled form of comparing `predictor(...)` with the leak, where there is one (no unrolled steps)."""
+    clip = leak.clip if aware else "none"
+    per_step = leak.learning_rate * leak.steps if leak.kind == "update" else 1.0
+    mapped = leak.scale is not None and leak.shift is not None
+    return matcher(
+        module, weights, leak.layout, shape,
+        clip=clip,
+        clip_on=leak.clip_on,
+        bound=leak.bound / per_step if leak.clip_on == "whole" else leak.bound,
+        shift=leak.shift.float().contiguous().numpy() if mapped and leak.shift is not None else None,
+        scale=leak.scale.float().contiguous().numpy() if mapped and leak.scale is not None else None,
+    )  # fmt: skip
 
 
 def infer_labels(
