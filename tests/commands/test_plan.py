@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fedveil import cli
+from fedveil.runs.config import load_config
 
 
 @pytest.fixture
@@ -39,6 +40,38 @@ def test_json_has_the_proposal_the_reasons_the_contrast_and_a_configuration(run:
     assert len(data["why"]) > 4
 
 
+@pytest.mark.parametrize("observer", ["server", "sum"])
+@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist", "cifar10", "lfw", "adult", "cancer"])
+def test_the_command_proposes_what_the_catalogue_ships(run: Any, dataset: str, observer: str):
+    clients = 10 if dataset in ("lfw", "cancer") else 100
+    code, out, err = run(
+        "plan",
+        "--epsilon",
+        0.823,
+        "--dataset",
+        dataset,
+        "--clients",
+        clients,
+        "--observer",
+        observer,
+        "--json",
+    )
+    assert code == 0, err
+    config = json.loads(out)["config"]
+    letter = {"server": "a", "sum": "b"}[observer]
+    shipped = load_config(f"{dataset.replace('_', '-')}-headline-{letter}")
+    assert config == {key: getattr(shipped, key) for key in config}
+
+
+def test_the_users_own_data_needs_only_its_public_facts(run: Any):
+    own = ("--examples", 20_000, "--kind", "table", "--columns", 40, "--classes", 2)
+    code, out, err = run("plan", "--epsilon", 2, "--clients", 50, *own, "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["weights"] == 41 * 2 and data["examples_per_client"] == 400 and data["epsilon"] <= 2
+    assert "dataset" not in data["config"] and data["config"]["features"] == "unit:constant=1"
+
+
 def test_people_see_both_choices_side_by_side(run: Any):
     code, out, _ = run("plan", "--epsilon", 2, "--dataset", "adult", "--observer", "sum", "--clients", 50)
     assert code == 0 and "as in the papers" in out and "noise multiplier" in out
@@ -66,6 +99,11 @@ def test_a_plan_written_to_a_file_runs_within_its_budget(run: Any, tmp_path):
         (("--dataset", "mnits"), "Did you mean 'mnist'"),
         (("--dataset", "mnist", "--observer", "everyone"), "--observer"),
         ((), "--examples is missing"),
+        (("--examples", "100", "--kind", "tabel"), "Did you mean 'table'"),
+        (("--examples", "100", "--classes", "1"), "--classes must be 2 or more"),
+        (("--examples", "100", "--kind", "table", "--columns", "0"), "--columns 1 or more"),
+        (("--dataset", "mnist", "--clients", "0"), "at least one example"),
+        (("--dataset", "mnist", "--examples", "50"), "at least one example"),
         (("--dataset", "mnist", "--out", "plan.json"), ".toml"),
         (("--dataset", "mnist", "--delta", "2"), "--delta"),
         (("--dataset", "mnist", "--out", "no/such/folder/plan.toml"), "cannot be written"),
@@ -74,3 +112,9 @@ def test_a_plan_written_to_a_file_runs_within_its_budget(run: Any, tmp_path):
 def test_wrong_input_ends_with_code_2_and_says_what_to_do(run: Any, words: tuple[str, ...], message: str):
     code, out, err = run("plan", "--epsilon", "1", *words)
     assert code == 2 and not out and message in err
+
+
+@pytest.mark.parametrize("epsilon", ["0", "-1", "nan", "inf"])
+def test_a_budget_that_is_none_is_refused(run: Any, epsilon: str):
+    code, out, err = run("plan", "--epsilon", epsilon, "--dataset", "mnist")
+    assert code == 2 and not out and "--epsilon" in err

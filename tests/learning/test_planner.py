@@ -131,6 +131,20 @@ def test_shipped_headlines_are_what_the_planner_proposes(name: str):
     assert "fitted on" in ours.tuning or "chosen on" in ours.tuning
 
 
+def test_fashion_mnist_is_planned_by_the_rule_that_never_saw_it():
+    """s = 13,461: travel 1.7 * s^0.95 = 14,223 in steps of at most 80; 280 * s^0.145 = 1,112 directions."""
+    found = plan(KNOWN["fashion_mnist"], epsilon=0.823, clients=100, observer="sum")
+    assert (found.rounds, found.features) == (178, "scattering:components=1100,ridge=0.001")
+    assert found.learning_rate * found.clip * found.rounds == pytest.approx(14_223, rel=0.02)
+
+
+def test_fewer_examples_of_a_known_dataset_keep_its_other_facts():
+    fewer = describe("cancer", 300, "images", 10, 30)
+    assert fewer.examples == 300 and fewer.front == KNOWN["cancer"].front and fewer.source == "cancer_raw"
+    found = plan(fewer, epsilon=1, clients=5, observer="sum")
+    assert config_of(found, fewer, "cancer")["dataset"] == "cancer_raw" and found.weights == 8
+
+
 def test_wrong_wishes_say_what_to_change():
     with pytest.raises(UserError, match="use server"):
         plan(MNIST, epsilon=1, observer="severs")

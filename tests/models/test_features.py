@@ -178,6 +178,61 @@ def test_a_given_length_keeps_short_rows_short_and_bounds_long_ones():
     np.testing.assert_allclose(np.linalg.norm(out, axis=1), [0.5, 1.0], rtol=1e-6)
 
 
+def test_public_ranges_become_minus_one_to_one_and_bound_what_lies_outside():
+    x = np.array([[1, 10], [100, 40], [10, 20], [0.001, 1e9]], np.float32)
+    flat = FrontEnd("unit", constant=0.0, low="1+10", high="100+40", length=2.0)
+    np.testing.assert_allclose(
+        2 * compute(x, flat)[:, :2], [[-1, -1], [1, 1], [-9 / 11, -1 / 3], [-1, 1]], atol=1e-6
+    )
+    log = dataclasses.replace(flat, scale="log")
+    np.testing.assert_allclose(2 * compute(x, log)[:, :2], [[-1, -1], [1, 1], [0, 0], [-1, 1]], atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9), st.floats(0.01, 500), st.sampled_from(["", "log", "linear"]))
+def test_a_tables_rows_do_not_see_each_other(which: int, value: float, scale: str):
+    x = np.random.default_rng(4).uniform(1, 50, (10, 3)).astype(np.float32)
+    ranges = {"low": "1+2+3", "high": "50+40+30", "scale": scale} if scale else {}
+    front = FrontEnd("unit", constant=0.5, length=1.0, **ranges)
+    before = compute(x, front)
+    other = x.copy()
+    other[which] = value
+    rest = np.arange(10) != which
+    np.testing.assert_array_equal(compute(other, front)[rest], before[rest])
+    np.testing.assert_array_equal(compute(x[rest], front), before[rest])
+
+
+@pytest.mark.parametrize("text", ["scattering:components=30", "unit:columns=0-2,constant=0.5,length=1"])
+def test_leaving_out_one_training_example_changes_no_other_row_and_no_test_row(few_pictures, text: str):
+    """Neighbouring datasets stay neighbours: nothing is fitted on the rows."""
+    shape = (1, 12, 12) if text.startswith("scattering") else (4,)
+    x, x_test = some_images(9, shape), some_images(5, shape, seed=6)
+    whole = apply(dataset_of(x, x_test), text)
+    kept = np.arange(9) != 4
+    without = apply(dataset_of(x[kept], x_test), text)
+    np.testing.assert_allclose(without.x, whole.x[kept], atol=2e-5)
+    np.testing.assert_array_equal(without.x_test, whole.x_test)
+
+
+def test_long_computations_say_how_far_they_are(few_pictures, monkeypatch, capsys):
+    monkeypatch.setattr(features, "TELL_EVERY", -1.0)
+    compute(some_images(70), FrontEnd("scattering", components=10))
+    shown = capsys.readouterr()
+    assert "features: 64 of 70 images" in shown.err and "FEDVEIL_CACHE" in shown.err and not shown.out
+
+
+def test_kept_directions_are_the_same_and_are_read_again(few_pictures, tmp_path, monkeypatch):
+    fresh = drawn_directions((1, 12, 12))
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path))
+    drawn_directions.cache_clear()
+    drawn_directions((1, 12, 12))
+    assert [path.name for path in tmp_path.iterdir()] == ["directions-1-500-1x12x12.npz"]
+    monkeypatch.setattr(features, "_directions", lambda *_: pytest.fail("computed again"))
+    drawn_directions.cache_clear()
+    for kept, new in zip(drawn_directions((1, 12, 12)), fresh, strict=True):
+        assert torch.equal(kept, new)
+
+
 def test_apply_replaces_features_and_keeps_the_rest(few_pictures):
     dataset = dataset_of(some_images(6), some_images(4, seed=5))
     out = apply(dataset, "scattering:components=25,ridge=0.01")
@@ -193,7 +248,7 @@ def test_kept_features_are_the_same_and_are_read_again(few_pictures, tmp_path, m
     fresh = compute(x, front)
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "kept"))
     np.testing.assert_allclose(compute(x, front), fresh, atol=1e-5)
-    (file,) = (tmp_path / "kept").iterdir()
+    (file,) = (tmp_path / "kept").glob("features-*")
     monkeypatch.setattr(features, "_projected", lambda *_: pytest.fail("computed again"))
     np.testing.assert_allclose(compute(x, dataclasses.replace(front, ridge=0.1))[:, 0] != 0, True)
     assert file.suffix == ".npy"
@@ -209,6 +264,12 @@ def test_kept_features_are_the_same_and_are_read_again(few_pictures, tmp_path, m
         ("scattering:ridge=0", "ridge above 0"),
         ("unit:components=3", "constant, columns"),
         ("unit:length=-1", "length must be 0 or more"),
+        ("unit:low=1+2,high=3", "as many low as high"),
+        ("unit:low=4,high=3", "each low below its high"),
+        ("unit:low=a,high=3", "one number for each column"),
+        ("unit:scale=log", "needs ranges above 0"),
+        ("unit:low=0,high=3,scale=log", "needs ranges above 0"),
+        ("unit:scale=lin", "Did you mean 'linear'"),
     ],
 )
 def test_wrong_specifications_say_what_to_write(text: str, message: str):
@@ -226,3 +287,5 @@ def test_a_front_end_that_does_not_fit_the_data_is_refused():
         apply(table, "unit:columns=0-3")
     with pytest.raises(UserError, match="0-9"):
         apply(table, "unit:columns=first")
+    with pytest.raises(UserError, match="3 columns are kept"):
+        apply(table, "unit:low=1+2,high=3+4")

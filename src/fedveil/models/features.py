@@ -19,9 +19,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -33,6 +37,7 @@ SCALES, ANGLES = 2, 8  # wavelets of two sizes in eight directions; one output c
 PICTURES = 4000  # drawn for the whitening; more change little
 MOST = 1500  # directions kept at most
 ROWS_AT_ONCE = 64
+TELL_EVERY = 10.0  # seconds
 VERSION = 1  # of the computation, for kept features
 
 
@@ -149,23 +154,40 @@ def _projected(x: np.ndarray, components: int) -> np.ndarray:
     centre, directions, _ = drawn_directions(tuple(int(n) for n in x.shape[1:]))
     directions = directions[:, :components].contiguous()
     out = np.empty((len(x), directions.shape[1]), np.float32)
+    began = told = time.monotonic()
     for at in range(0, len(x), ROWS_AT_ONCE):
         rows = torch.as_tensor(np.asarray(x[at : at + ROWS_AT_ONCE], np.float32))
         out[at : at + ROWS_AT_ONCE] = ((energies(rows) - centre) @ directions).numpy()
+        now = time.monotonic()
+        if now - told > TELL_EVERY:
+            told, done = now, at + len(rows)
+            left = (now - began) * (len(x) / done - 1)
+            keep = "" if os.environ.get("FEDVEIL_CACHE") else "; FEDVEIL_CACHE=folder keeps them"
+            print(
+                f"features: {done:,} of {len(x):,} images, {left:.0f} s left{keep}",
+                file=sys.stderr,
+                flush=True,
+            )
     return out
 
 
 def _kept(x: np.ndarray) -> np.ndarray:
     """All projections, from the folder FEDVEIL_CACHE if they are there, else computed and put there."""
     mark = hashlib.sha256(f"{VERSION} {x.dtype} {x.shape}".encode() + np.ascontiguousarray(x).tobytes())
-    path = Path(os.environ["FEDVEIL_CACHE"]) / f"features-{mark.hexdigest()[:32]}.npy"
+    path = _keep(f"features-{mark.hexdigest()[:32]}.npy", lambda file: np.save(file, _projected(x, MOST)))
+    return np.load(path, mmap_mode="r")
+
+
+def _keep(name: str, write: Callable[[BinaryIO], None]) -> Path:
+    """The file of that name in the folder FEDVEIL_CACHE, written completely or not at all."""
+    path = Path(os.environ["FEDVEIL_CACHE"]) / name
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.tmp")
         with part.open("wb") as file:
-            np.save(file, _projected(x, MOST))
+            write(file)
         os.replace(part, path)
-    return np.load(path, mmap_mode="r")
+    return path
 
 
 def _columns(text: str, width: int) -> list[int]:
@@ -320,6 +342,16 @@ def _averager(samples: int, cells: int, step: int) -> torch.Tensor:
 @lru_cache(maxsize=2)
 def drawn_directions(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, leading directions [features, at most 1500] and their variances, over what `pictures` draws."""
+    if not os.environ.get("FEDVEIL_CACHE"):
+        return _directions(shape)
+    name = f"directions-{VERSION}-{PICTURES}-{'x'.join(map(str, shape))}.npz"
+    path = _keep(name, lambda file: np.savez(file, *(part.numpy() for part in _directions(shape))))
+    with np.load(path) as kept:
+        centre, directions, variance = (torch.as_tensor(kept[f"arr_{n}"]) for n in range(3))
+    return centre, directions, variance
+
+
+def _directions(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     drawn = pictures(PICTURES, shape)
     rows = torch.cat([energies(drawn[at : at + ROWS_AT_ONCE]) for at in range(0, PICTURES, ROWS_AT_ONCE)])
     centre = rows.mean(0)
