@@ -180,3 +180,19 @@ def test_shuffled_updates_lose_their_names_and_order_but_not_their_sum():
 def test_shuffled_updates_exclude_what_must_know_the_sender(changes):
     with pytest.raises(UserError, match="who sent"):
         with_changes(get("udp-fl-gaussian"), {"channel": "shuffle-models", **changes})
+
+
+def test_fedmed_weighs_adaptively_until_the_public_loss_rises():
+    run = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1", "validation=0.2", "model=logistic")
+    state, facts, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    assert facts["adaptive"] and len(state.server["public_losses"]) == 1
+    fell = replace(state, server={**state.server, "public_losses": np.array([np.inf])})
+    rose = replace(state, server={**state.server, "public_losses": np.array([0.0])})
+    assert play_round(run, fell, np.arange(4))[1]["adaptive"]
+    plain, facts, _ = play_round(run, rose, np.arange(4))
+    assert not facts["adaptive"]
+    mean = prepared("udp-fl-gaussian", "sigma=0.1", "validation=0.2", "model=logistic")
+    expected = play_round(mean, replace(state, server={}), np.arange(4))[0].weights
+    np.testing.assert_array_equal(plain.weights, expected)
+    without = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1")
+    assert play_round(without, start(without.task, without.initial), np.arange(4))[1]["adaptive"]

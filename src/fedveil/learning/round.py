@@ -22,6 +22,7 @@ from fedveil.errors import UserError
 from fedveil.keys import derive, generator
 from fedveil.learning import aggregate, channel, connectivity, ldp, noise, udp
 from fedveil.learning.batches import batches
+from fedveil.learning.evaluate import evaluate
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.learning.promise import Round, Setting
 from fedveil.learning.recipes import Recipe
@@ -402,7 +403,10 @@ def merge(
     if recipe.aggregate == "connectivity" and len(kept) > 1:
         mean, facts["paths"] = _connect(task, state, now, kept)
     elif recipe.aggregate == "fedmed":
-        mean = aggregate.fedmed_mean(state.weights, np.stack([u.update for u in kept]), task.layout)
+        losses, facts["adaptive"] = _mediation(task, state)
+        server["public_losses"] = losses
+        if facts["adaptive"]:
+            mean = aggregate.fedmed_mean(state.weights, np.stack([u.update for u in kept]), task.layout)
     elif recipe.aggregate == "scaffold":
         mean, memory = aggregate.scaffold_states(
             memory,
@@ -493,6 +497,18 @@ def ranges_of(state: State) -> ldp.Ranges:
     return ldp.Ranges(
         tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist()), source
     )
+
+
+def _mediation(task: Task, state: State) -> tuple[np.ndarray, bool]:
+    """FedMed's switch: the last two public losses of the global model, and whether to weigh adaptively.
+
+    Without public data there is no loss to look at, and the weighting is always adaptive."""
+    before = state.server.get("public_losses", np.zeros(0))
+    if task.public is None:
+        return before, True
+    loss = evaluate(task.module, state.weights, *task.public, task.loss)["loss"]
+    losses = np.append(before[-1:], math.inf if loss is None else loss)
+    return losses, aggregate.mediate(losses.tolist())
 
 
 def _connect(task: Task, state: State, now: Round, kept: list[Upload]) -> tuple[np.ndarray, Any]:
