@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -116,15 +116,16 @@ def attack_attribute(
 
 
 def attack_decoder(
-    prepared: Prepared, weights: np.ndarray, *, victims: int = 100, seed: int = 0, out: Path | None = None
-) -> dict[str, Any]:
-    """Decode training inputs from the model's embeddings; the attacker's own data are the test rows."""
+    prepared: Prepared, weights: np.ndarray, *, victims: int = 100, seed: int = 0, out: Path | None = None,
+    rows: int = 4000, sources: Sequence[Literal["embeddings", "outputs"]] = ("embeddings", "outputs"),
+) -> dict[str, Any]:  # fmt: skip
+    """Decode training inputs from the model's embeddings; the attacker's own data are the first `rows` test rows."""
     dataset = prepared.dataset
     chosen = np.random.default_rng(seed).choice(len(dataset.x), min(victims, len(dataset.x)), replace=False)
     figures: dict[str, Any] = {"kind": "decoder", "victims": len(chosen)}
-    for source in ("embeddings", "outputs"):
+    for source in sources:
         found = decoder.decode(
-            prepared.task.module, prepared.task.layout, weights, dataset.x_test[:4000], dataset.x[chosen],
+            prepared.task.module, prepared.task.layout, weights, dataset.x_test[:rows], dataset.x[chosen],
             source=source, pixel_range=dataset.pixel_range or (0.0, 1.0), seed=seed,
         )  # fmt: skip
         values = {k: v for k, v in asdict(found).items() if k not in ("images", "truth")}
