@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help="dataset[:observer[:clients[:epsilon]]], several allowed"
     )
+    parser.add_argument("--seeds", type=int, default=20, help="at most so many of each case")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--path", action="store_true")
     given = parser.parse_args()
@@ -201,7 +202,7 @@ def main() -> None:
             name = [dataset, letter, str(clients), f"{budget:g}"]
             if given.only and not any(name[: len(o.split(":"))] == o.split(":") for o in given.only):
                 continue
-            for seed in range(seeds):
+            for seed in range(min(seeds, given.seeds)):
                 do(given.results, dataset, letter, clients, budget, seed, "as planned")
 
 
