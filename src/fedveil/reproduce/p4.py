@@ -28,6 +28,7 @@ def ldp(dataset: str, recipe: str = "ldp-fl", **more: Any) -> Train:
         merged = {k: v for k, v in merged.items() if k not in ("epsilon", "radius", "ranges")}
     if merged.get("ranges") == "adaptive":
         merged.pop("radius", None)
+        merged["prior"] = "model"  # the paper's (C0, R0) per layer, known when weights are initialised
     return Train(recipe, dataset, changes(merged))
 
 
