@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from fedveil.cli import build
 from fedveil.errors import UserError
 from fedveil.reproduce import jobs, render, runner
+from fedveil.reproduce.catalogue import find
 from fedveil.reproduce.cells import Cell, Entry, Epsilon, Train, changes, only
 
 TINY = changes(clients=4, cohort_size=2, rounds=4, local_steps=3, batch_size=4, partition="iid", model="papers-mlp",
@@ -209,3 +210,11 @@ def test_a_wrong_id_ends_with_exit_code_two():
         check=False,
     )
     assert done.returncode == 2 and "Did you mean 'p3-table6'" in done.stderr and not done.stdout
+
+
+def test_fewer_victims_on_request_and_said_so():
+    entry = find("p3-table3")
+    chosen = runner.plan(entry, "paper", 1, {"lfw": 7, "": 50})
+    notes = {(p.job.dataset, p.job.victims, p.shrunk) for p in chosen.jobs}
+    assert notes == {("lfw", 7, "victims 100 → 7"), ("mnist", 50, "victims 100 → 50")}
+    assert all(not p.shrunk for p in runner.plan(entry, "paper").jobs)

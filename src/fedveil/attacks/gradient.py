@@ -39,6 +39,8 @@ Watch = Callable[[Tensor, Tensor, Tensor], None]
 """(victims, images, iteration of each): measurement only"""
 
 SOLVED = 3e-6  # matching loss relative to the leak's own size below which a victim counts as solved
+STALL = 2e-3  # a victim whose loss fell by less than this share in 20 steps has ended; solvable ones fall by 8% and more
+STALL_NOISY = 1e-2  # the same against noise, where the rest is fitting the noise
 NEAR = 2e-5  # below this another start would not help: the image is there, only not polished
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
@@ -331,7 +333,8 @@ def _descend(
             return objective(points, some[which])
 
         goal = -torch.inf if problem.noisy else SOLVED * problem.ease if form == "box" else 1e-10
-        settings = Settings(iterations=budget, memory=memory, tolerance=goal)
+        stall = STALL_NOISY if problem.noisy else STALL
+        settings = Settings(iterations=budget, memory=memory, tolerance=goal, stall=stall)
         found = minimise(of_some, start[at : at + group], settings, watch=told if watch is not None else None)
         pictures, logits = objective.images_of(found.point)  # type: ignore[attr-defined]
         images.append(pictures)

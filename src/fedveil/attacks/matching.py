@@ -35,9 +35,9 @@ def describe(
     if len(shape) != 3 or compile.why_not(module) is not None:
         return None
     layers = compile.compile_layers(module, shape)
-    *inner, flat, dense = layers if len(layers) > 3 else [*layers, None, None, None]
-    if flat is None or dense is None or flat.kind != "flatten" or dense.kind != "linear" or len(inner) % 2:
+    if len(layers) < 4 or len(layers) % 2 or (layers[-2].kind, layers[-1].kind) != ("flatten", "linear"):
         return None
+    inner, dense = layers[:-2], layers[-1]
     offset = dict(zip(layout.names, layout.offsets, strict=True))
     rows = []
     for number, (conv, act) in enumerate(zip(inner[::2], inner[1::2], strict=True)):

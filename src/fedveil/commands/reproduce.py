@@ -33,6 +33,10 @@ def reproduce(
         str,
         typer.Option(help="Only cells with these words, e.g. epsilon or train,mnist (kind, dataset, row …)."),
     ] = "",
+    victims: Annotated[
+        str,
+        typer.Option(help="Fewer victims for the attacks at paper scale, e.g. 32 or lfw=32,cifar10=16 (default: 100)."),
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished cells; do only the rest.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -61,10 +65,11 @@ def reproduce(
         entry = cells.only(entry, words)
         if not entry.cells:
             raise UserError(f"--only {only}: {entry.id} has no such cells.")
-    chosen = runner.plan(entry, scale, seeds)  # type: ignore[arg-type]
+    chosen = runner.plan(entry, scale, seeds, _counts(victims))  # type: ignore[arg-type]
     command = f"fedveil reproduce {entry.id} --scale {scale} --seeds {seeds}" + (
         f" --only {only}" if words else ""
     )
+    command += f" --victims {victims}" if victims else ""
     try:
         done = _with_progress(chosen, out, resume)
     except KeyboardInterrupt:
@@ -83,6 +88,17 @@ def reproduce(
         "picture": str(out / f"{entry.id}.png") if drawn else None,
     }  # fmt: skip
     emit(data, as_json, lambda: _show(entry, rows, page))
+
+
+def _counts(text: str) -> dict[str, int]:
+    """ "32" or "lfw=32,cifar10=16" as numbers by dataset; "" stands for all others."""
+    found = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, number = part.rpartition("=")
+        if not number.isdigit() or int(number) < 1:
+            raise UserError(f"--victims {text}: '{part}' is not a number or dataset=number, e.g. 32 or lfw=32.")
+        found[name.strip()] = int(number)
+    return found
 
 
 def _about(chosen: Any, done: dict[str, dict[str, Any]]) -> dict[str, str]:

@@ -75,7 +75,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Attack:
-    """A gradient leakage attack on a recipe at the model's initialisation."""
+    """A gradient leakage attack on a recipe at the model's initialisation. aware: the attacker repeats the recipe's public
+    clipping on its dummies."""
 
     recipe: str
     dataset: str
@@ -86,6 +87,7 @@ class Attack:
     iterations: int | None = 300
     settings: Changes = ()
     model: str = "cpl-lenet"
+    aware: bool = True
 
 
 @dataclass(frozen=True)

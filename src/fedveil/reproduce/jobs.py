@@ -196,7 +196,7 @@ def _attack(job: Attack, seed: int, folder: Path) -> Result:
     prepared = prepare(config, _data(job.dataset, (), None))
     found = leakage.measure(
         prepared, campaign.initial(prepared), method=job.method,  # type: ignore[arg-type]
-        tap=tap, victims=job.victims, seed=seed, iterations=job.iterations,
+        tap=tap, victims=job.victims, seed=seed, iterations=job.iterations, aware=job.aware,
     )  # fmt: skip
     pictures = folder / "pictures" / f"{key_of(job, seed)}.npz"
     pictures.parent.mkdir(parents=True, exist_ok=True)
@@ -216,11 +216,14 @@ def _inference(job: Inference, seed: int, folder: Path) -> Result:
     weights = campaign.final_weights(open_run(place))
     if job.kind == "membership":
         return campaign.attack_membership(
-            prepared, weights, shadows_count=job.shadows, pool_size=job.pool, seed=seed
-        )
+            prepared, weights, shadows_count=job.shadows, pool_size=job.pool, seed=seed,
+            methods=("shokri", "lira-online", "canary"),
+        )  # fmt: skip
     if job.kind == "attribute":
         return campaign.attack_attribute(prepared, weights, name="gender", seed=seed)
-    return campaign.attack_decoder(prepared, weights, victims=job.victims, seed=seed)
+    return campaign.attack_decoder(
+        prepared, weights, victims=job.victims, seed=seed, rows=job.pool, sources=("embeddings",)
+    )
 
 
 # --- reading a result ---

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from fedveil.reproduce.build import FIVE, SHOWN, attack, federated, federated_time, line, noise_why
-from fedveil.reproduce.cells import Cell, Entry, Epsilon
+from fedveil.reproduce.build import EXAMPLE, FIVE, SHOWN, attack, federated, federated_time, line, noise_why
+from fedveil.reproduce.cells import Attack, Cell, Entry, Epsilon
 
 ROUNDS = {"mnist": 100, "cifar10": 100, "lfw": 60, "adult": 10, "cancer": 3}
 NAMES = [SHOWN[d] for d in FIVE]
@@ -79,33 +80,45 @@ def _table6() -> list[Cell]:
     return cells
 
 
-def leak_why(tap: str, recipe: str) -> tuple[str, ...]:
+def leak_why(tap: str, recipe: str, change: Mapping[str, Any] = {}) -> tuple[str, ...]:
     """Why a leakage number differs."""
-    if tap != "type2" or recipe in ("non-private", "fed-sdp", "fed-sdp-client"):
-        return ("rmse-is-mse", "inner-steps")
-    return ("rmse-is-mse", "inner-steps", "type2-sum", "clip-visible")
+    why = ["rmse-is-mse", "inner-steps"]
+    noisy = recipe not in ("non-private", "fed-sdp", "fed-sdp-client", "dssgd")
+    if tap == "type2" and change:
+        why += ["type2-example", "noise-swamps"]
+    elif tap == "type2":
+        why += ["type2-sum", "clip-visible"] if noisy else ["same-exposure"]
+    elif noisy:
+        why += ["noise-swamps", *(["noise-literal-leak"] if recipe in ("quantile-clip", "adaclip") else [])]
+    elif tap == "type0-sanitised" or (recipe == "fed-sdp-client" and tap != "type1"):
+        why += ["noise-swamps"]
+    return tuple(why)
+
+
+def leak_cells(row: str, dataset: str, numbers: tuple[float, float], job: Attack, why: tuple[str, ...]) -> list[Cell]:
+    """Distance, iterations, success and labels of one attacked recipe on one dataset."""
+    name = SHOWN[dataset]
+    more = ("batch-3",) if job.batch > 1 else ()
+    return [
+        Cell(row, f"{name} distance", numbers[0], job, "rmse", (*why, *more), 4),
+        Cell(row, f"{name} iterations", numbers[1], job, "iterations", ("inner-steps", "failed-budget"), 0),
+        Cell(row, f"{name} succeeds", "N" if numbers[1] == 300 else "Y", job, "success_rate", ("threshold", *more)),
+        Cell(row, f"{name} labels", None, job, "label_accuracy", ()),
+    ]  # fmt: skip
 
 
 def _table7() -> list[Cell]:
     cells = []
     for (tap, recipe), numbers in TABLE_7.items():
-        for at, dataset in ((0, "mnist"), (2, "lfw")):
-            ways: list[tuple[str, dict[str, str]]] = [("", {})]
-            if tap == "type2" and recipe.startswith("fed-cdp"):  # the two readings of where the noise goes
-                ways = [
-                    (", noise on sum", {}),
-                    (", noise on example", {"noise_on": "example", "sampling": "fixed"}),
-                ]
-            for said, change in ways:
-                job = attack(recipe, dataset, "type2" if tap == "type2" else "type0", change=change)
-                why = leak_why(tap, recipe) if not change else ("rmse-is-mse", "inner-steps", "type2-example")
-                row, name = f"{tap}, {recipe}{said}", SHOWN[dataset]
-                cells += [
-                    Cell(row, f"{name} distance", numbers[at], job, "rmse", why, 4),
-                    Cell(row, f"{name} iterations", numbers[at + 1], job, "iterations", why, 0),
-                    Cell(row, f"{name} succeeds", "N" if numbers[at + 1] == 300 else "Y", job, "success_rate",
-                         ("threshold",)),
-                ]  # fmt: skip
+        at_tap = "type2" if tap == "type2" else "type0"
+        ways: list[tuple[str, Mapping[str, Any]]] = [("", {})]
+        if tap == "type2" and recipe.startswith("fed-cdp"):  # the two readings of where the noise goes
+            ways = [(", noise on sum", {}), (", noise on example", EXAMPLE)]
+        for said, change in ways:
+            for at, dataset in ((0, "mnist"), (2, "lfw")):
+                job = attack(recipe, dataset, at_tap, change=change)
+                why = leak_why(at_tap, recipe, change)
+                cells += leak_cells(f"{tap}, {recipe}{said}", dataset, (numbers[at], numbers[at + 1]), job, why)
     return cells
 
 

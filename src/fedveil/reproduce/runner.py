@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedveil.errors import UserError
 from fedveil.reproduce import jobs, settings
-from fedveil.reproduce.cells import Cell, Entry, Job, Row, key_of, seeded, settings_of
+from fedveil.reproduce.cells import Attack, Cell, Entry, Job, Row, key_of, seeded, settings_of
 from fedveil.reproduce.reasons import explain
 
 Scale = Literal["small", "paper"]
-SMALL_BUDGET = (
-    420.0  # estimated seconds on one core that a small table may take; leaves room below ten minutes
-)
+SMALL_BUDGET = 300.0  # estimated seconds on one quiet core: a busy or slower machine still keeps ten minutes
 Progress = Callable[[int, int, float, str], None]
 """(finished jobs, all jobs, seconds left, what runs now)"""
 
@@ -57,17 +55,22 @@ class Plan:
         return sum(settings.seconds(job) for job, seed in self.runs if key_of(job, seed) not in done)
 
 
-def plan(entry: Entry, scale: Scale = "small", seeds: int = 1) -> Plan:
-    """Shrink all jobs of the entry by the same level, the first at which the table fits the small budget."""
+def plan(
+    entry: Entry, scale: Scale = "small", seeds: int = 1, victims: Mapping[str, int] | None = None
+) -> Plan:
+    """Shrink all jobs of the entry by the same level, the first at which the table fits the small budget.
+
+    victims: at paper scale, how many victims attacks on a dataset have at most ("" is for all others)."""
     if seeds < 1:
         raise UserError(f"--seeds {seeds}: give 1 or more")
     wanted = entry.jobs()
+    curves = {cell.job for cell in entry.cells if entry.curve or cell.measure not in ("accuracy", "rmse")}
     if scale == "paper":
-        return Plan(entry, scale, seeds, tuple(Planned(job, job, "") for job in wanted))
+        return Plan(entry, scale, seeds, tuple(_fewer_victims(job, victims or {}) for job in wanted))
     level = 1
-    while level < settings.LEVELS and _total(wanted, level) > SMALL_BUDGET:
+    while level < settings.LEVELS and _total(wanted, level, curves) > SMALL_BUDGET:
         level += 1
-    small = {job: settings.shrink(job, level) for job in wanted}
+    small = {job: settings.shrink(job, level, 5 if job in curves else 1) for job in wanted}
     kept, spent = set(), 0.0
     for job in sorted(
         wanted, key=lambda job: settings.seconds(small[job][0])
@@ -83,8 +86,17 @@ def plan(entry: Entry, scale: Scale = "small", seeds: int = 1) -> Plan:
     return Plan(entry, scale, seeds, tuple(planned))
 
 
-def _total(wanted: list[Job], level: int) -> float:
-    return sum(settings.seconds(job) for job in {settings.shrink(job, level)[0] for job in wanted})
+def _fewer_victims(job: Job, most: Mapping[str, int]) -> Planned:
+    if not isinstance(job, Attack):
+        return Planned(job, job, "")
+    count = min(job.victims, most.get(job.dataset, most.get("", job.victims)))
+    note = f"victims {job.victims} → {count}" if count < job.victims else ""
+    return Planned(job, replace(job, victims=count), note)
+
+
+def _total(wanted: list[Job], level: int, curves: set[Job]) -> float:
+    small = {settings.shrink(job, level, 5 if job in curves else 1)[0] for job in wanted}
+    return sum(settings.seconds(job) for job in small)
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedveil.reproduce.cells import Attack, Inference, Job, Time, Train, changes, with_settings
+from fedveil.reproduce.cells import Attack, Inference, Job, Time, Train, with_settings
 
 Values = dict[str, Any]
 
@@ -52,19 +52,20 @@ UDP: dict[str, Values] = {  # P5 section 5.1
     "cifar10": {**_UDP, "batch_size": 250, "clip.bound": 0.01, "model": "resnet18-gn"},
     "utkface": {**_UDP, "batch_size": 80, "clip.bound": 0.01, "model": "papers-cnn"},
     "wind": {**_UDP, "partition": "groups", "clients": 7, "batch_size": 300, "clip.bound": 10.0,
-             "model": "wind-cnn"},
+             "model": "wind-cnn", "delta": 1e-6},  # 126,700 records: 1e-5 would be above one in n
 }  # fmt: skip
 
 # CPU milliseconds on one core: per example of a step, and per step (noise, update). Measured, rounded up.
-_EXAMPLE_MS = {"papers-cnn": 0.1, "papers-mlp": 0.01, "udp-mnist-cnn": 0.2, "medical-cnn": 1.0, "small-vgg": 6.0,
-               "resnet18-gn": 60.0, "cpl-lenet": 0.3, "wind-cnn": 0.1, "logistic": 0.01}  # fmt: skip
-_COLOUR = {"cifar10": 2.0, "lfw": 2.0, "utkface": 2.0}
+_EXAMPLE_MS = {"papers-cnn": 0.1, "papers-mlp": 0.006, "udp-mnist-cnn": 0.07, "medical-cnn": 0.8, "small-vgg": 1.8,
+               "resnet18-gn": 45.0, "cpl-lenet": 0.3, "wind-cnn": 0.1, "logistic": 0.006}  # fmt: skip
+_COLOUR = {"cifar10": 1.5, "lfw": 1.5, "utkface": 1.5}
+_STEP_MS = {"papers-mlp": 0.02, "logistic": 0.02}  # others 0.1
 _TEST_ROWS = {
     "mnist": 10000,
     "fashion_mnist": 10000,
-    "cifar10": 10000,
+    "cifar10": 4000,
     "adult": 12211,
-    "medical_mnist": 10000,
+    "medical_mnist": 1200,
 }
 _START = 1.5  # seconds to build the model and deal the data out (which is loaded once per table)
 
@@ -79,16 +80,24 @@ def seconds(job: Job) -> float:
         iterations = clients * s["rounds"] * s["local_steps"]
         looks = -(-s["rounds"] // s.get("evaluate_every", 1))
         test = looks * 1.5 * each * _TEST_ROWS.get(job.dataset, 2000)
-        return _START + iterations * (s["batch_size"] * each + 1e-4) + test
+        return _START + iterations * (s["batch_size"] * each + _STEP_MS.get(model, 0.1) / 1000) + test
     if isinstance(job, Attack):
-        return _START + job.victims * job.batch * 1.5 * (job.iterations or 2400) / 300
+        compiled = job.model == "cpl-lenet"
+        each = 0.9e-3 if job.dataset in _COLOUR else 0.4e-3  # an iteration on one image
+        return _START + job.victims * job.batch * each * (1 if compiled else 12) * (job.iterations or 2400)
     if isinstance(job, Inference):
-        models = job.shadows + 1 if job.kind == "membership" else 1
-        return models * (seconds(job.train) - _START) + _START + 10
+        one = seconds(job.train) - _START
+        if job.kind == "attribute":
+            return _START + one + 8
+        if job.kind == "decoder":
+            return _START + one + 0.012 * job.pool
+        # canary queries: 30 gradient steps on every record of the pool through every shadow
+        return _START + (job.shadows + 1) * one + 10 + 0.04 * job.shadows * job.pool
     if isinstance(job, Time):
-        one = Train(job.recipe, job.dataset, changes(dict(job.settings), clients=1, cohort_size=None, rounds=1,
-                                                     local_steps=2 * job.iterations, evaluate_every=2))  # fmt: skip
-        return seconds(one)
+        s = dict(job.settings)
+        model = s.get("model", "papers-cnn")
+        step = s["batch_size"] * _EXAMPLE_MS[model] * _COLOUR.get(job.dataset, 1.0) + _STEP_MS.get(model, 0.1)
+        return _START + 6 * job.iterations * step / 1000  # once and twice as many, each warmed up first
     return 0.05
 
 
@@ -101,12 +110,13 @@ LEVELS = len(_LADDER)
 _VICTIMS = (32, 16, 8, 8, 4, 4, 2, 2, 1)
 
 
-def shrink(job: Job, level: int) -> tuple[Job, str]:
-    """The job at a level of the ladder (0 is the paper's setting), and what was shrunk in words."""
+def shrink(job: Job, level: int, looks: int = 5) -> tuple[Job, str]:
+    """The job at a level of the ladder (0 is the paper's setting), and what was shrunk in words. A shorter run is tested
+    `looks` times."""
     if level == 0:
         return job, ""
     if isinstance(job, Train):
-        return _shrink_run(job, level)
+        return _shrink_run(job, level, looks)
     if isinstance(job, Attack):
         fewer = replace(job, victims=min(job.victims, _VICTIMS[level - 1]))
         notes = [] if fewer.victims == job.victims else [f"victims {job.victims} → {fewer.victims}"]
@@ -118,23 +128,26 @@ def shrink(job: Job, level: int) -> tuple[Job, str]:
             notes.append(f"images per update {job.batch} → {fewer.batch}")
         return fewer, ", ".join(notes)
     if isinstance(job, Inference):
-        inner, said = _shrink_run(job.train, max(level, 5))
+        inner, said = _shrink_run(job.train, max(level, 5), 1)
         inner = with_settings(inner, limit=2000)
-        small = replace(job, train=inner, shadows=min(job.shadows, 4), pool=min(job.pool, 400), victims=32)
-        return small, f"{said}, training rows → 2000, shadow models → {small.shadows}"
+        pool = {"membership": 200, "decoder": 1000}.get(job.kind, job.pool)
+        small = replace(job, train=inner, shadows=min(job.shadows, 4), pool=pool, victims=32)
+        more = {"membership": f", shadow models {job.shadows} → {small.shadows}, attacked rows {job.pool} → {pool}",
+                "decoder": f", the attacker's own rows {job.pool} → {pool}"}  # fmt: skip
+        return small, f"{said}, training rows → 2000{more.get(job.kind, '')}"
     if isinstance(job, Time):
-        few = max(2, job.iterations // (10 if level < 6 else 50))
+        few = max(1, job.iterations // (10 if level < 6 else 100))
         return replace(job, iterations=few), f"timed iterations {job.iterations} → {few}"
     return job, ""
 
 
-def _shrink_run(job: Train, level: int) -> tuple[Train, str]:
+def _shrink_run(job: Train, level: int, looks: int) -> tuple[Train, str]:
     by_clients, by_rounds, by_steps, largest = _LADDER[level - 1]
     old = dict(job.settings)
     new: Values = {}
     cohort, clients = old.get("cohort_size"), old["clients"]
     if cohort:
-        fewer = max(cohort // by_clients, min(cohort, 5))
+        fewer = min(max(cohort // by_clients, min(cohort, 5)), 50)
         new |= {"cohort_size": fewer, "clients": max(fewer, round(clients * fewer / cohort))}
     elif clients > 20:
         new["clients"] = max(20, clients // by_clients)
@@ -143,7 +156,7 @@ def _shrink_run(job: Train, level: int) -> tuple[Train, str]:
     new["batch_size"] = min(old["batch_size"], largest)
     if level > 2 and old.get("model") in ("resnet18-gn", "small-vgg", "medical-cnn"):
         new["model"] = "papers-cnn"
-    new["evaluate_every"] = max(1, new["rounds"] // 5)
+    new["evaluate_every"] = max(1, new["rounds"] // looks)
     words = {"cohort_size": "clients per round", "local_steps": "local steps", "batch_size": "batch"}
     said = [
         f"{words.get(name, name)} {old[name]} → {value}"
@@ -152,6 +165,6 @@ def _shrink_run(job: Train, level: int) -> tuple[Train, str]:
     ]
     if cohort and new["cohort_size"] < cohort and job.recipe != "non-private":
         said.append("fewer clients average out less noise")
-    if new["evaluate_every"] > 1:
+    if looks > 1 and new["evaluate_every"] > 1:
         said.append(f"tested every {new['evaluate_every']} rounds")
     return with_settings(job, **new), ", ".join(said)
