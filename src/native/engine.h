@@ -34,7 +34,7 @@ struct Net {
 
 struct Plan {
     int32_t steps;
-    double learning_rate, expected_batch, momentum, proximal, penalty;
+    double learning_rate, expected_batch, momentum, proximal, penalty, grid;
     int32_t clip, noise, noise_on;
     bool l1, median, l2_max, squared;
     const double* bounds;       // [steps] or null
@@ -62,7 +62,7 @@ struct Result {
     float* delta;
     bool finite;
     double loss, unclipped, noise_scale, below;
-    int64_t examples;
+    int64_t examples, skipped;
     double *norm_mean, *norm_max;  // [units], or [1] when clip is flat
 };
 

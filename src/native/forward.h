@@ -236,11 +236,10 @@ STAGE void forward(Run& run, const float* const* rows, int n) {
     }
 }
 
-// ---- loss: fills the gradient of the outputs, returns the sum of the losses
+// ---- loss: fills the gradient of the outputs and the losses of the group
 
-STAGE double loss_gradient(Run& run, const Data& data, const int32_t* rows, int n) {
+STAGE void loss_gradient(Run& run, const Data& data, const int32_t* rows, int n) {
     const Tensor& out = run.tensor[run.op[run.ops - 1].out];
-    double sum = 0;
     for (int e = 0; e < n; ++e) {
         const float* z = out.x + e * out.size;
         float* d = out.d + e * out.size;
@@ -252,7 +251,7 @@ STAGE double loss_gradient(Run& run, const Data& data, const int32_t* rows, int 
                 s += double(gap) * gap;
                 d[j] = 2.0f * gap / float(out.c);
             }
-            sum += s / out.c;
+            run.losses[e] = s / out.c;
         } else {
             const int64_t label = data.labels[rows[e]];
             float top = z[0];
@@ -262,10 +261,9 @@ STAGE double loss_gradient(Run& run, const Data& data, const int32_t* rows, int 
             const float scale = 1.0f / s;
             for (int j = 0; j < out.c; ++j) d[j] *= scale;
             d[label] -= 1.0f;
-            sum += double(logf(s)) - double(z[label] - top);
+            run.losses[e] = double(logf(s)) - double(z[label] - top);
         }
     }
-    return sum;
 }
 
 }  // namespace

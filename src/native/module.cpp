@@ -89,6 +89,26 @@ FloatOut noise(nb::bytes key, int64_t step, int64_t count, int64_t first, int64_
     return FloatOut(out, {size_t(count)}, owner);
 }
 
+using LongOut = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+
+LongOut discrete_normals(nb::bytes key, int64_t step, int64_t count, double sigma, int64_t example, const std::string& isa) {
+    if (key.size() != 16) throw std::invalid_argument("a noise key has 16 bytes");
+    if (count < 0 || count >= int64_t(1) << 31) throw std::invalid_argument("a noise stream has no such values");
+    if (!(sigma > 0 && sigma <= kWidestDiscrete)) throw std::invalid_argument("sigma must be in (0, 2**46]");
+    const Choice choice = choose(isa);
+    int64_t* out = static_cast<int64_t*>(std::malloc(size_t(count > 0 ? count : 1) * sizeof(int64_t)));
+    if (!out) throw std::bad_alloc();
+    nb::capsule owner(out, [](void* p) noexcept { std::free(p); });
+    AesKey schedule;
+    expand_key(reinterpret_cast<const uint8_t*>(key.c_str()), schedule);
+    {
+        nb::gil_scoped_release release;
+        fill_discrete(*choice.noise, cipher_for(isa), {&schedule, uint32_t(step), uint32_t(example), DISCRETE}, sigma, count,
+                      out);
+    }
+    return LongOut(out, {size_t(count)}, owner);
+}
+
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
@@ -127,8 +147,8 @@ const float* vector_or_null(nb::handle value, int64_t size, std::vector<nb::obje
     return array.data();
 }
 
-// Results go into delta [K, P], norms [2, K * units] (mean, max) and facts [K, 6]:
-// finite, loss, unclipped, noise scale, examples, below count.
+// Results go into delta [K, P], norms [2, K * units] (mean, max) and facts [K, 7]:
+// finite, loss, unclipped, noise scale, examples, below count, skipped.
 void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int64_t inputs, int64_t outputs, nb::dict settings,
            const Floats& x, std::optional<Longs> labels, std::optional<Floats> targets, const Floats& start,
            nb::list clients, FloatMatrix delta, DoubleMatrix norms, DoubleMatrix facts, int threads,
@@ -144,6 +164,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     plan.momentum = nb::cast<double>(settings["momentum"]);
     plan.proximal = nb::cast<double>(settings["proximal"]);
     plan.penalty = nb::cast<double>(settings["penalty"]);
+    plan.grid = nb::cast<double>(settings["grid"]);
     plan.clip = nb::cast<int>(settings["clip"]);
     plan.noise = nb::cast<int>(settings["noise"]);
     plan.noise_on = nb::cast<int>(settings["noise_on"]);
@@ -174,6 +195,8 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     }
     if (plan.noise && (!plan.multipliers || (!plan.bounds && !plan.l2_max)))
         throw std::invalid_argument("noise needs multipliers and bounds");
+    if (plan.grid > 0 && plan.noise && plan.noise != GAUSSIAN_LAW)
+        throw std::invalid_argument("noise on a grid is Gaussian");
     if (plan.clip && !plan.bounds) throw std::invalid_argument("clipping needs bounds");
     if ((plan.noise == STAIRCASE_LAW && !plan.shapes) || (plan.noise == JOINT_LAW && (!plan.lambdas || !plan.nus)))
         throw std::invalid_argument("staircase noise needs its shape");
@@ -189,7 +212,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 
     const int64_t count = int64_t(nb::len(clients)), measured = plan.clip == CLIP_FLAT ? 1 : net.units;
     if (int64_t(delta.shape(0)) != count || int64_t(delta.shape(1)) != net.params || norms.shape(0) != 2 ||
-        int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 6)
+        int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 7)
         throw std::invalid_argument("result arrays have the wrong shape");
     std::vector<Client> work;
     for (nb::handle item : clients) {
@@ -230,9 +253,9 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
             r.norm_mean = norms.data() + k * measured;
             r.norm_max = norms.data() + (count + k) * measured;
             choice.engine->train(net, plan, data, work[size_t(k)], *choice.noise, cipher, workspace, r);
-            double* f = facts.data() + k * 6;
+            double* f = facts.data() + k * 7;
             f[0] = r.finite, f[1] = r.loss, f[2] = r.unclipped;
-            f[3] = r.noise_scale, f[4] = double(r.examples), f[5] = r.below;
+            f[3] = r.noise_scale, f[4] = double(r.examples), f[5] = r.below, f[6] = double(r.skipped);
         }
     };
     std::vector<std::thread> pool;
@@ -244,7 +267,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 1;  // of this interface; learning.native checks it
+    m.attr("VERSION") = 2;  // of this interface; learning.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("normals",
           [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, const std::string& isa) {
@@ -269,6 +292,8 @@ NB_MODULE(_native, m) {
           nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first"), nb::arg("example"),
           nb::arg("per_lambda"), nb::arg("threshold"), nb::arg("slope_in"), nb::arg("slope_out"),
           nb::arg("isa") = "auto");
+    m.def("discrete_normals", &discrete_normals, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("sigma"),
+          nb::arg("example") = 0, nb::arg("isa") = "auto");
     m.def("train", &train, nb::arg("layers"), nb::arg("eps"), nb::arg("unit_begin"), nb::arg("inputs"),
           nb::arg("outputs"), nb::arg("settings"), nb::arg("x"), nb::arg("labels").none(), nb::arg("targets").none(),
           nb::arg("start"), nb::arg("clients"), nb::arg("delta"), nb::arg("norms"), nb::arg("facts"),

@@ -17,7 +17,7 @@ Cipher best_cipher();      // the fastest this CPU has
 Cipher portable_cipher();  // tables, any CPU
 bool has_vaes();
 
-enum Purpose : uint32_t { NORMAL = 1, LAPLACE = 2, STAIRCASE = 3, JOINT = 4 };
+enum Purpose : uint32_t { NORMAL = 1, LAPLACE = 2, STAIRCASE = 3, JOINT = 4, DISCRETE = 5 };
 
 struct StaircaseShape {
     float per_lambda;
@@ -25,11 +25,19 @@ struct StaircaseShape {
     float slope_in, slope_out;
 };
 
+struct DiscreteShape {
+    int64_t t;  // a power of two, at least sigma
+    double centre, twice;
+    double threshold[44];
+};
+
 // Words to values, one set per instruction set. A tile is 8 blocks = 32 words.
 struct NoiseKernels {
     void (*normals)(const uint32_t* words, int tiles, float* out);                             // 32 values a tile
     void (*laplaces)(const uint32_t* words, int tiles, float* out);                            // 32 values a tile
     void (*staircases)(const uint32_t* words, int tiles, float* out, const StaircaseShape&);  // 16 values a tile
+    // Candidates of 8 words each: integers, and whether they are accepted.
+    void (*discrete)(const uint32_t* words, int candidates, const DiscreteShape&, int64_t* out, bool* accepted);
     // Cipher and normals in one loop; needs VAES; null: there is none.
     void (*normals_with_cipher)(const AesKey& key, uint32_t first, uint32_t example, uint32_t step, int tiles, float* out);
 };
@@ -42,5 +50,10 @@ struct Stream {
 // Values first … first + count of a stream.
 void fill_noise(const NoiseKernels& kernels, Cipher cipher, const Stream& stream, const StaircaseShape* shape,
                 int64_t first, int64_t count, float* out);
+
+// The first `count` integers of a discrete Gaussian stream.
+void fill_discrete(const NoiseKernels& kernels, Cipher cipher, const Stream& stream, double sigma, int64_t count,
+                   int64_t* out);
+constexpr double kWidestDiscrete = 0x1p46;
 
 }  // namespace fedveil

@@ -67,10 +67,14 @@ struct Run {
     float* factor;    // [group][units]
     float* all_norm;  // [width][units], median rule
     float bound[kMaxLayers];
+    int64_t* counts;  // noise on a grid, flat order
+    double losses[kGroup];  // of the current group
+    bool skip[kGroup];      // not finite: left out of the sum
     // of the step
     float largest;
     bool bad;
     double loss;
+    int64_t skipped;
 };
 
 int new_tensor(Run& run, int c, int h, int w, bool flat) {
@@ -266,6 +270,7 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     }
     run.flat_noise = arena.take<float>(plan.noise ? length : 0);
     run.row_noise = arena.take<float>(plan.noise ? longest : 0);
+    run.counts = arena.take<int64_t>(plan.noise && plan.grid > 0 ? net.params : 0);
     run.flat_more = arena.take<float>(plan.noise && examples ? net.params + 1 : 0);
     for (int i = 0; i < run.ops && arena.base; ++i) {
         Op& op = run.op[i];

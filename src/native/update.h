@@ -57,6 +57,29 @@ STAGE bool draw_noise(Run& run, const Source& source, int step, int batch) {
     return true;
 }
 
+// learning.noise.snapped_sum: the sum rounded to the grid, with its noise. Bad if it does not fit.
+STAGE void snap_sum(Run& run, const Source& source, int step, double deviation) {
+    const double grid = run.plan->grid;
+    memset(run.counts, 0, size_t(run.net->params) * 8);
+    if (deviation > kWidestDiscrete * grid) {
+        run.bad = true;
+        return;
+    }
+    if (deviation > 0)
+        fill_discrete(*source.kernels, source.cipher, {source.key, uint32_t(step), 0, DISCRETE}, deviation / grid,
+                      run.net->params, run.counts);
+    for (int i = 0; i < run.ops; ++i)
+        each_run(run, run.op[i], [&](int64_t to, int64_t from, int n, int stride) {
+            for (int j = 0; j < n; ++j) {
+                const double units = double(run.sum[to + j]) / grid;
+                const bool fits = fabs(units) < 0x1p62;
+                run.bad |= !fits;
+                const int64_t snapped = fits ? int64_t(rint(units)) : 0;
+                run.sum[to + j] = float(double(snapped + run.counts[from + int64_t(j) * stride]) * grid);
+            }
+        });
+}
+
 // The noise of one layer's parameters, in flat order.
 const float* layer_noise(Run& run, const Source& source, int step, int unit) {
     const int64_t begin = run.net->unit_begin[unit], end = run.net->unit_begin[unit + 1];

@@ -89,7 +89,9 @@ def test_nan_stays_with_its_client_and_padding_is_never_evaluated_on_made_up_inp
     for one in work:
         one.rows[one.rows == 39] = 1
     work[1].rows[0, 0] = 39
-    assert train(functional, case, work, plan(clip="layer"), chunk=3).finite.tolist() == [True, False, True]
+    assert train(functional, case, work, plan(), chunk=3).finite.tolist() == [True, False, True]
+    clipped = train(functional, case, work, plan(clip="layer"), chunk=3)
+    assert clipped.finite.all() and clipped.skipped.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,9 @@ def test_noise_is_independent_across_clients_and_steps(engine):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"noise": "laplace"}, {"noise": "staircase"}, {"noise": "joint-staircase"}], ids=str
+    "changes",
+    [{}, {"noise": "laplace"}, {"noise": "staircase"}, {"noise": "joint-staircase"}, {"grid": 2.0**-20}],
+    ids=str,
 )
 def test_all_engines_add_the_same_noise(changes):
     expected = noise_of("reference", steps=2, clients=2, **changes)
@@ -302,7 +304,7 @@ def test_all_engines_add_the_same_noise(changes):
 def test_without_the_extension_the_noise_has_the_same_bits(monkeypatch):
     case = everything()
     work = works(case, poisson=True)
-    for options in ({}, {"noise_on": "example"}, {"noise_on": "mean"}):
+    for options in ({}, {"noise_on": "example"}, {"noise_on": "mean"}, {"grid": 2.0**-20}):
         what = plan(clip="layer", noise="gaussian", **options)
         expected = train(local, case, work, what, engine="stacked")
         with monkeypatch.context() as patch:

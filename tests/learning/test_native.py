@@ -269,24 +269,6 @@ def test_groups_of_a_large_batch_add_up():
         assert_agrees(case, train(native, case, work, what), train(reference, case, work, what), 1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_broken_example_stops_its_client_and_nobody_else(bad):
-    case = build(papers_like, (1, 12, 11), 3)
-    x = case.x.copy()
-    x[7, 0, 5, 5] = bad
-    broken = Case(case.module, case.start, x, case.y)
-    work = works(case, 3)
-    rows = [np.where(w.rows == 7, 8, w.rows) for w in work]
-    rows[1][1, 2] = 7
-    work = [replace(w, rows=r) for w, r in zip(work, rows, strict=True)]
-    got = train(native, broken, work, plan(clip="layer", **GAUSS))
-    assert got.finite.tolist() == [True, False, True]
-    assert not got.delta[1].any() and got.loss[1] == 0 and got.examples[1] == 12
-    assert np.isfinite(got.delta).all() and got.delta[0].any() and got.delta[2].any()
-    healthy = train(native, case, work, plan(clip="layer", **GAUSS))
-    assert np.array_equal(healthy.delta[[0, 2]], got.delta[[0, 2]])
-
-
 def test_weights_that_overflow_are_noticed():
     case = mlp()
     got = train(native, case, works(case, 1), plan(learning_rate=1e38))
@@ -346,8 +328,51 @@ def test_an_activation_used_twice_acts_twice():
     assert_agrees(case, train(native, case, work, plan()), train(reference, case, work, plan()), 1e-5)
 
 
-def test_grid_noise_goes_to_the_torch_engines():
-    assert "grid" in str(native.why_not(mlp().module, plan(clip="flat", grid=0.1, **GAUSS)))
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(
+    "options", [{}, {"noise_on": "mean"}, {"noise_on": "example"}, {"sensitivity": "l2-max"}], ids=str
+)
+@pytest.mark.parametrize("name", ["mlp", "papers", "normed", "padded"])
+def test_grid_noise_has_the_integers_of_the_definition(name, options, isa):
+    """With gradients clipped to less than half a grid step the update is the noise alone, in whole steps."""
+    nets = {
+        "papers": (papers_like, (1, 12, 11)),
+        "normed": (normed, (2, 9, 8)),
+        "padded": (padded, (3, 12, 13)),
+    }
+    case = mlp() if name == "mlp" else build(*nets[name], 3)
+    bound, sigma, grid = 2.0**-9, 300.0, 2.0**-6
+    what = LocalPlan(
+        1,
+        1.0,
+        4.0,
+        clip="flat",
+        bounds=(bound,),
+        noise="gaussian",
+        multipliers=(sigma,),
+        grid=grid,
+        **options,
+    )
+    work = works(case, 2, steps=1)
+    zero = Case(case.module, case.start * 0 + np.float32(0.5), case.x * 1000, case.y)
+    got = train(native, zero, work, what, isa=isa).delta.astype(np.float64)
+    factor = {"sum": 1.0, "mean": 4.0, "example": 2.0}[what.noise_on]
+    for row, client in zip(got, work, strict=True):
+        drawn = noise.numpy_discrete_normals(client.noise_key, 0, len(row), sigma * bound * factor / grid)
+        assert np.array_equal(row, -drawn * grid / 4.0)
+
+
+def test_grid_noise_that_has_no_discrete_form_is_refused():
+    for options in ({"noise": "laplace"}, {"bound_rule": "median", **GAUSS}):
+        assert "grid" in str(native.why_not(mlp().module, plan(clip="flat", grid=0.1, **options)))
+
+
+def test_a_sum_too_large_for_its_grid_ends_the_client():
+    case = mlp()
+    what = plan(clip="flat", bounds=(1.0, 1.0, 1.0), grid=1e-30, multipliers=(0.0, 0.0, 0.0), **GAUSS)
+    for engine in (native, reference):
+        got = train(engine, case, works(case, 1), what)
+        assert not got.finite[0] and not got.delta.any()
 
 
 def test_every_net_of_the_catalogue_is_known_or_refused_with_a_layer():

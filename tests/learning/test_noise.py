@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpmath import mp as mpmath
 from scipy import stats
 
 from fedveil.errors import UserError
@@ -24,6 +25,12 @@ GOLDEN = [
     ["bf903bb3", "3fa5bc93", "be876546"],
     ["be586c50", "bd090529", "c02063bc"],
     ["4055c5cd", "be67c2d1", "c03392de"],
+]
+GOLDEN_DISCRETE = [
+    [-1, -2, -2, 0],
+    [-24, -47, 17, -23],
+    [-1343320, -2466415, 8266577, -8018711],
+    [-1575108666333, -2635396543980, -2208839578034, -347388664599],
 ]
 needs_native = pytest.mark.skipif(noise._native is None, reason="the compiled extension is not installed")
 
@@ -234,6 +241,62 @@ def test_discrete_normals_have_their_law(sigma):
 def test_discrete_normals_of_a_fine_grid_are_normal():
     y = noise.discrete_normals(KEY, 4, 200_000, 2.0**18) / 2.0**18
     assert stats.kstest(y, "norm").pvalue > 1e-4
+
+
+def test_the_discrete_stream_does_not_change():
+    """Golden integers, from the NumPy definition."""
+    got = [noise.numpy_discrete_normals(KEY, 3, 4, sigma).tolist() for sigma in (1.0, 37.5, 6.0e6, 2.0**40)]
+    assert got == GOLDEN_DISCRETE
+
+
+@needs_native
+@pytest.mark.parametrize("isa", noise._native.instruction_sets() if noise._native else ["none"])
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 2.0, 7.3, 2.0**18, 6.1e6, 5.2e9, 2.0**46])
+def test_compiled_discrete_normals_are_the_integers_of_the_definition(sigma, isa):
+    for step, example, count in ((0, 0, 3000), (7, 5, 129), (1, 0, 1), (2, 0, 0)):
+        expected = noise.numpy_discrete_normals(KEY, step, count, sigma, example)
+        assert np.array_equal(expected, noise._native.discrete_normals(KEY, step, count, sigma, example, isa))
+
+
+@given(st.floats(0, 800))
+@settings(max_examples=300, deadline=None)
+def test_our_exponential_is_right_to_a_few_last_bits(x):
+    got = float(noise.exp_minus(np.array([x]))[0])
+    with mpmath.workdps(40):
+        true = mpmath.exp(-mpmath.mpf(min(x, 700.0)))
+        assert abs(got / true - 1) < 2.0**-50
+
+
+@given(deviation=st.floats(10, 400), shift=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_discrete_noise_is_never_worse_than_the_multiplier_it_is_counted_with(deviation, shift):
+    """Exact hockey-stick divergences of two discrete Gaussians `shift` steps apart against the continuous ones."""
+    z = noise.snapped_multiplier(deviation, shift - 1.0, 1.0, 1)  # one coordinate: snapping adds 1
+    assert z < deviation / shift
+    y = np.arange(-math.ceil(14 * deviation) - shift, math.ceil(14 * deviation) + shift + 1.0)
+    p, q = (np.exp(-((y - at) ** 2) / (2 * deviation**2)) for at in (0.0, float(shift)))
+    p, q = p / p.sum(), q / q.sum()
+    for epsilon in np.linspace(0, 1 / z**2 + 6 / z, 25):
+        discrete = np.maximum(p - math.exp(epsilon) * q, 0).sum()
+        low, high = stats.norm.sf(epsilon * z - 0.5 / z), stats.norm.sf(epsilon * z + 0.5 / z)
+        assert discrete <= (low - math.exp(epsilon) * high) * (1 + 1e-6) + 1e-13
+
+
+def test_counting_discrete_noise_as_continuous_of_the_same_deviation_would_be_wrong():
+    """Why `snapped_multiplier` takes something off: noise 10 steps wide, neighbours 5 steps apart, epsilon between
+    two possible losses."""
+    deviation, shift = 10.0, 5
+    y = np.arange(-200, 201.0)
+    p, q = (np.exp(-((y - at) ** 2) / (2 * deviation**2)) for at in (0, shift))
+    p, q = p / p.sum(), q / q.sum()
+    worse = 0.0
+    for epsilon in np.linspace(0, 2, 401):
+        z = deviation / shift
+        continuous = stats.norm.sf(epsilon * z - 0.5 / z) - math.exp(epsilon) * stats.norm.sf(
+            epsilon * z + 0.5 / z
+        )
+        worse = max(worse, np.maximum(p - math.exp(epsilon) * q, 0).sum() / continuous - 1)
+    assert 1e-4 < worse < 0.05
 
 
 @pytest.mark.parametrize(("lam", "nu"), [(0.0, 0.5), (-1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (math.inf, 0.5)])

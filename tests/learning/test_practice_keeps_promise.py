@@ -34,6 +34,14 @@ CASES = [
     ("nbafl", ["clip.bound=0.001", "sigma=1"]),
     ("fed-cdp-sound", ["clip.bound=0.01", "engine=stacked"]),
     ("fed-sdp-client", ["clip.bound=0.001", "client_epsilons=[0.5,2.0]"]),
+    ("fed-cdp-sound", ["clip.bound=0.01", "sigma=1", "grid=1e-3"]),
+    ("fed-cdp-sound", ["clip.bound=0.01", "sigma=1", "grid=1e-3", "engine=stacked"]),
+    ("fed-cdp", ["clip.bound=0.01", "sigma=1", "model=papers-mlp", "grid=1e-3"]),
+    ("fed-cdp", ["clip.bound=0.01", "sigma=1", "clip.split=true", "model=papers-mlp", "grid=1e-3"]),
+    ("fed-cdp-mean", ["clip.bound=0.01", "sigma=0.01", "batch_size=1000", "grid=1e-4"]),
+    ("sum-cdp", ["clip.bound=0.01", "sigma=1", "grid=1e-3"]),
+    ("fed-sdp-client", ["clip.bound=0.001", "sigma=1", "grid=1e-3"]),
+    ("dp-fedavg", ["clip.bound=0.001", "sigma=1", "cohort=all", "grid=1e-3"]),
 ]
 
 
@@ -76,6 +84,24 @@ def test_noise_over_movement_is_at_least_the_claimed_multiplier(name, changes):
     # 62 weights at least: the estimated deviation lies within 40 % but for 1e-5 of seeds.
     assert noise / moved >= claim.event.noise.multiplier * 0.6
     assert moved > 0
+
+
+@pytest.mark.parametrize("name", ["fed-cdp-sound", "fed-sdp-client", "sum-cdp", "dp-fedavg"])
+def test_with_a_grid_only_its_multiples_leave(name):
+    """What an observer sees is a whole number of grid steps: no low bit of it can tell of the addends."""
+    bound, grid = 4.0, 2.0**-10
+    config = load_config(name, [*BASE, f"clip.bound={bound}", "sigma=1", f"grid={grid}", "cohort=all"])
+    run = prepare(config)
+    observer = "public" if run.task.recipe.where == "server" else "server"
+    sent = released(run, observer) - run.initial
+    rows = np.asarray(run.task.rows(0)).size
+    counted = {"step": rows, "client": 1, "server": 3, "sum": run.task.setting.examples}[
+        run.task.recipe.where
+    ]
+    steps = sent * counted / (bound * grid)
+    # The model is stored in float32, 24 bits: some 1e5 steps survive to about 1e-2 of a step.
+    assert np.abs(steps - np.rint(steps)).max() < 0.1
+    assert np.abs(steps).max() > 1000
 
 
 def test_without_noise_the_movement_alone_would_be_seen():

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from fedveil.learning import noise
 from fedveil.learning.promise import Round, Setting, claims, multiplier, release
-from fedveil.learning.recipes import catalogue, get, with_changes
+from fedveil.learning.recipes import catalogue, get, spacing, with_changes
 from fedveil.privacy.accountants import answer
 
 SETTING = Setting(
@@ -39,6 +40,40 @@ def test_per_layer_clipping_divides_the_multiplier_by_the_root_of_the_layers():
     assert multiplier(get("fed-cdp"), SETTING, 4, 6, 500) == pytest.approx(6 / math.sqrt(3))
     split = with_changes(get("fed-cdp"), {"clip.split": True})
     assert multiplier(split, SETTING, 4, 6, 500) == pytest.approx(6)
+
+
+@pytest.mark.parametrize(
+    "name", ["fed-cdp", "fed-cdp-sound", "fed-sdp-client", "dp-fedavg", "sum-cdp", "adaclip"]
+)
+def test_a_coarser_grid_promises_less(name):
+    recipe = get(name)
+    plain = multiplier(recipe, SETTING, 1, 6, 500)
+    grids = [1e-9, 1e-6, 1e-4, 1e-3]
+    found = [multiplier(with_changes(recipe, {"grid": g}), SETTING, 1, 6, 500) for g in grids]
+    assert plain > found[0] and found == sorted(found, reverse=True)
+    layers = math.sqrt(3) if recipe.clip.kind == "layer" else 1.0
+    exact = [math.sqrt(36 - (1.5 * g) ** 2) / (layers + g * math.sqrt(SETTING.dimension)) for g in grids]
+    assert found == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_reason_names_the_grid_and_epsilon_grows_with_it():
+    spent = []
+    for grid in (0.0, 1e-6, 1e-3):
+        recipe = with_changes(get("fed-cdp-sound"), {"grid": grid})
+        (claim,) = pick(claims(recipe, SETTING, moment(1.0), 500), "server", "example", "sound")
+        assert ("grid" in claim.reason) == (grid > 0)
+        spent.append(epsilon([claim.event], 10))
+    assert spent[0] < spent[1] < spent[0] * 1.001 < spent[2]
+
+
+def test_a_grid_under_a_moving_bound_is_counted_at_least_as_coarse_as_it_is():
+    recipe = with_changes(get("fed-cdp-sound"), {"grid": 1e-3})
+    bounds, sigmas = (4.0, 3.0, 2.0), (6.0, 6.0, 6.0)
+    used = spacing(recipe, bounds, sigmas)
+    assert used == pytest.approx(2e-3)
+    for bound in bounds:
+        real = noise.snapped_multiplier(6 * bound, bound, used, SETTING.dimension)
+        assert multiplier(recipe, SETTING, bound, 6, 500) <= real * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("noise_on", "expected"), [("sum", 3.464), ("example", 7.746), ("mean", 17.32)])

@@ -4,7 +4,7 @@ import pytest
 
 from fedveil.errors import UserError
 from fedveil.learning.describe import describe_all
-from fedveil.learning.recipes import Recipe, as_text, catalogue, get, with_changes
+from fedveil.learning.recipes import Recipe, as_text, catalogue, get, spacing, with_changes
 from fedveil.privacy.schedules import parse
 
 PAPERS = {
@@ -139,3 +139,30 @@ def test_what_looks_at_single_uploads_is_refused_where_they_carry_no_noise(name,
 def test_dropping_coordinates_before_the_noise_of_a_sum_is_refused():
     with pytest.raises(UserError, match="before noise"):
         with_changes(get("sum-cdp"), {"prune": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("udp-fl-laplace", {"grid": 1e-6}, "only Gaussian"),
+        ("ldp-fl", {"grid": 1e-6}, "only Gaussian"),
+        ("non-private", {"grid": 1e-6}, "only Gaussian"),
+        ("random-noise", {"grid": 1e-6}, "clip.kind"),
+        ("fed-alpha-cdp", {"grid": 1e-6}, "from the batch"),
+        ("median-clip", {"grid": 1e-6}, "from the batch"),
+        ("fed-cdp-sound", {"grid": 0.1}, "fraction"),
+        ("fed-cdp-sound", {"grid": -1e-6}, "fraction"),
+        ("fed-cdp-sound", {"grid": float("nan")}, "fraction"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused_with_the_reason(name, changes, word):
+    with pytest.raises(UserError, match=word):
+        with_changes(get(name), changes)
+
+
+def test_noise_narrower_than_ten_grid_steps_is_refused():
+    recipe = with_changes(get("fed-cdp-sound"), {"grid": 1e-3})
+    assert spacing(recipe, (2.0, 1.0), (0.02, 0.02)) == pytest.approx(1e-3)
+    with pytest.raises(UserError, match="at least 10"):
+        spacing(recipe, (2.0, 1.0), (0.02, 0.005))
+    assert spacing(get("fed-cdp-sound"), (1.0,), (0.0,)) == 0

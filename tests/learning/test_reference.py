@@ -149,7 +149,21 @@ def test_a_client_that_meets_nan_is_reported_and_returns_nothing():
     work = works(case, clients=2)
     work[0].rows[:] = 3
     work[1].rows[1, 2] = 7
-    result = train(reference, case, work, plan(clip="layer"))
+    result = train(reference, case, work, plan())
     assert result.finite.tolist() == [True, False]
     assert np.any(result.delta[0]) and not np.any(result.delta[1])
     assert result.loss[1] == 0 and np.isfinite(result.norm_max).all()
+
+
+def test_a_clipped_gradient_that_is_not_finite_adds_nothing_and_is_counted():
+    """By hand: one step, one layer, two examples, one of them NaN."""
+    case = build(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)), (2,), 2)
+    case.x[1] = np.nan
+    (one,) = works(case, 1, steps=1, batch=2)
+    one.rows[0] = [0, 1]
+    result = train(
+        reference, case, [one], plan(1, clip="flat", bounds=(0.01,), learning_rate=1.0, expected_batch=2.0)
+    )
+    assert result.finite[0] and result.skipped[0] == 1 and result.examples[0] == 2
+    assert np.linalg.norm(result.delta[0]) == pytest.approx(0.01 / 2, rel=1e-5)
+    assert np.isfinite(result.loss[0]) and result.unclipped[0] == 0

@@ -259,6 +259,7 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
     largest = np.concatenate([r.norm_max for _, r in seen])[finite]
     return {
         "diverged": int((~finite).sum()),
+        "skipped_examples": int(sum(r.skipped.sum() for _, r in seen)),
         "diverged_clients": [c for chunk, r in seen for k, c in enumerate(chunk) if not r.finite[k]],
         "loss": mean("loss"),
         "norm_mean": mean("norm_mean"),

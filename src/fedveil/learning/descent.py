@@ -58,9 +58,10 @@ class Clipping:
         else:
             ordered = norms.masked_fill(mask[:, :, None] == 0, torch.inf).sort(1).values
             count = mask.sum(1)[:, None, None]
-        lower, upper = ((count - 1) // 2).long(), (count // 2).long()
+        lower, upper = ((count - 1) // 2).clamp(min=0).long(), (count // 2).long()
         shape = (-1, 1, norms.shape[2])
-        return (ordered.gather(1, lower.expand(shape)) + ordered.gather(1, upper.expand(shape))) / 2
+        middle = (ordered.gather(1, lower.expand(shape)) + ordered.gather(1, upper.expand(shape))) / 2
+        return torch.where(count > 0, middle, 0.0)
 
 
 class Pass(NamedTuple):
@@ -70,6 +71,7 @@ class Pass(NamedTuple):
     loss: Tensor  # [K, B], 0 for padded rows
     norms: Tensor | None  # [K, B, layers or 1]
     bound: Tensor | None  # broadcasts against norms
+    used: Tensor | None  # [K, B], 1 for rows that count: not padding, and finite if clipped. None: all
 
 
 class Network(Protocol):
@@ -94,8 +96,13 @@ class _Figures:
         self.loss, self.below, self.scale = zero, zero.clone(), zero.clone()
         self.norm_sum = zero[:, None].repeat(1, columns)
         self.norm_max = self.norm_sum.clone()
+        self.skipped = zero.clone()
 
     def add(self, members: Tensor | slice, result: Pass, mask: Tensor | None) -> None:
+        if result.used is not mask and result.used is not None:
+            real = float(result.used.shape[1]) if mask is None else mask.sum(1, dtype=torch.float64)
+            self.skipped[members] += real - result.used.sum(1, dtype=torch.float64)
+        mask = result.used
         self.loss[members] += result.loss.sum(1, dtype=torch.float64)
         if result.norms is None:
             return
@@ -190,7 +197,7 @@ def _stack(
                 figures.add(chosen, result, mask)
                 if plan.noise != "none" and plan.sensitivity == "l2-max":
                     largest = weights.new_zeros(clients) if largest is None else largest
-                    clipped = _largest(result, mask)
+                    clipped = _largest(result)
                     largest[chosen] = torch.maximum(largest[chosen], clipped)
                 if result.bound is not None and plan.bound_rule == "median":
                     if bound_used is None:
@@ -236,8 +243,10 @@ class _Noise:
         """The sums [K, P] with their noise; S per client [K, 1] or per client and layer."""
         if self.plan.grid > 0:
             flat, scales = network.decode(total).cpu().numpy(), sensitivity.cpu().numpy()
+            given = self.plan.sensitivity == "bound" and self.plan.bound_rule == "given"
             for k, one in enumerate(self.work):
                 s = float(scales[k, 0]) if scales.shape[1] == 1 else scales[k]
+                s = self.plan.bounds[step] if given else s  # the same double in every engine
                 self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
             return network.encode(torch.from_numpy(self.room).to(total))
         self._draw(step, counts)
@@ -300,11 +309,11 @@ def _clipping(
     return Clipping(plan.clip, plan.clip_norm, bound, wanted, shift, scale)
 
 
-def _largest(result: Pass, mask: Tensor | None) -> Tensor:
+def _largest(result: Pass) -> Tensor:
     """Largest clipped norm per client, [K]."""
     assert result.norms is not None
     clipped = result.norms if result.bound is None else torch.minimum(result.norms, result.bound)
-    clipped = clipped if mask is None else clipped * mask[:, :, None]
+    clipped = clipped if result.used is None else clipped * result.used[:, :, None]
     return clipped.amax((1, 2))
 
 
@@ -323,7 +332,8 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
     """Divide sums by counts; clients that met NaN or infinity get zeros."""
     finite = delta.isfinite().all(1) & figures.norm_max.isfinite().all(1) & figures.loss.isfinite()
     keep = finite.cpu().numpy()
-    used = np.maximum(examples, 1)
+    skipped = figures.skipped.cpu().numpy().astype(np.int64) * keep
+    used = np.maximum(examples - skipped, 1)
 
     def clean(values: Tensor, divisor: Any = None) -> np.ndarray:
         array = values.cpu().numpy()
@@ -338,11 +348,21 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
         loss=clean(figures.loss, used),
         norm_mean=clean(figures.norm_sum, used),
         norm_max=clean(figures.norm_max),
-        unclipped=clean(below, used),
+        unclipped=clean(below, np.maximum(examples, 1)),
         noise_scale=clean(figures.scale, max(plan.steps, 1)),
         examples=examples,
         below_count=clean(below),
+        skipped=skipped,
     )
+
+
+def usable(losses: Tensor, norms: Tensor, mask: Tensor | None) -> Tensor | None:
+    """[K, B], 1 for rows with finite loss [K, B] and norms [K, B, L] that `mask` does not leave out; None if no row
+    is broken."""
+    finite = losses.isfinite() & norms.isfinite().all(2)
+    if bool(finite.all()):
+        return None
+    return finite.to(norms) if mask is None else finite * mask
 
 
 def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> LocalResult:
@@ -352,7 +372,16 @@ def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> Local
         none, figures = np.zeros(0), np.zeros((0, columns))
         empty = np.zeros((0, layout.size), np.float32)
         return LocalResult(
-            empty, np.zeros(0, bool), none, figures, figures, none, none, np.zeros(0, int), none
+            empty,
+            np.zeros(0, bool),
+            none,
+            figures,
+            figures,
+            none,
+            none,
+            np.zeros(0, int),
+            none,
+            np.zeros(0, int),
         )
     names = LocalResult.__dataclass_fields__
     return LocalResult(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

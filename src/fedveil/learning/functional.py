@@ -90,27 +90,38 @@ class Net:
             torch.cat([r.loss for r in results]),
             torch.cat(norms) if norms else None,
             torch.cat(bounds) if bounds else None,
+            None
+            if all(r.used is None for r in results)
+            else torch.cat([torch.ones_like(r.loss) if r.used is None else r.used for r in results]),
         )
 
     def _one(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
         found, losses = self.gradients(weights[0], x, y, loss)
-        losses = losses[None] if mask is None else losses[None] * mask
+        raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
         if clipping.kind == "none" and not clipping.norms:
             total = found.sum(0) if mask is None else mask[0] @ found
-            return Pass(total[None], losses, None, None)
+            return Pass(total[None], losses, None, None, mask)
         parts = (slice(0, self.layout.size),) if clipping.kind == "flat" else self.layout.layer_slices()
         order = 1 if clipping.norm == "l1" else 2
         norms = torch.stack([torch.linalg.vector_norm(found[:, p], order, dim=1) for p in parts], 1)[None]
         if clipping.kind == "none":
             total = found.sum(0) if mask is None else mask[0] @ found
-            return Pass(total[None], losses, norms, None)
+            return Pass(total[None], losses, norms, None, mask)
+        used = descent.usable(raw, norms, mask)
+        if used is not None:
+            mask, out = used, used == 0
+            found, losses, norms = (
+                found.masked_fill(out[0, :, None], 0),
+                losses.masked_fill(out, 0),
+                norms.masked_fill(out[:, :, None], 0),
+            )
         factors, bound = clipping.factors(norms, mask)
         total = torch.cat([factors[0, :, i] @ found[:, part] for i, part in enumerate(parts)])
-        return Pass(total[None], losses, norms, bound)
+        return Pass(total[None], losses, norms, bound, mask)
 
 
 def train(

@@ -22,12 +22,11 @@ _KINDS = ("linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "fl
 _CLIPS = ("none", "layer", "flat")
 _LAWS = ("none", "gaussian", "laplace", "staircase", "joint-staircase")
 _PLACES = ("sum", "example", "mean")
-_INTERFACE = 1
 
 
 def available() -> bool:
     """Whether the compiled extension is installed and fits this version."""
-    return noise._native is not None and getattr(noise._native, "VERSION", None) == _INTERFACE
+    return noise._native is not None
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -39,8 +38,8 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
     """None if this engine can train the module by this plan, else the reason, naming the layer."""
     if not available():
         return "the compiled extension is not installed"
-    if plan.grid > 0:
-        return "noise on a grid is drawn by the torch engines"
+    if plan.grid > 0 and plan.noise != "none" and (plan.noise != "gaussian" or plan.bound_rule == "median"):
+        return "noise on a grid needs Gaussian noise and one bound"
     return compile.why_not(module)
 
 
@@ -79,7 +78,7 @@ def train(
     columns = 1 if plan.clip == "flat" else layout.layers
     delta = np.empty((count, layout.size), np.float32)
     norms = np.empty((2, count * columns))
-    facts = np.empty((count, 6))
+    facts = np.empty((count, 7))
     clients = [
         (
             np.ascontiguousarray(w.rows, np.int32),
@@ -98,7 +97,7 @@ def train(
     except ValueError as problem:
         raise UserError(f"The native engine cannot use this input: {problem}.") from problem
     mean, largest = norms.reshape(2, count, columns)
-    finite, loss, unclipped, noise_scale, examples, below = facts.T
+    finite, loss, unclipped, noise_scale, examples, below, skipped = facts.T
     return LocalResult(
         delta=delta,
         finite=finite.astype(bool),
@@ -109,6 +108,7 @@ def train(
         noise_scale=noise_scale,
         examples=examples.astype(np.int64),
         below_count=below,
+        skipped=skipped.astype(np.int64),
     )
 
 
@@ -160,6 +160,7 @@ def _settings(plan: LocalPlan) -> dict[str, Any]:
         "momentum": float(plan.momentum),
         "proximal": float(plan.proximal),
         "penalty": float(plan.penalty),
+        "grid": float(plan.grid) if plan.noise != "none" else 0.0,
         "clip": _CLIPS.index(plan.clip),
         "noise": _LAWS.index(plan.noise),
         "noise_on": _PLACES.index(plan.noise_on),

@@ -34,8 +34,8 @@ Formal guarantee, and where it ends. The accountants assume real-valued noise. T
 normal has at most 2**63 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11 per coordinate), |laplace|
 <= 22.19 (mass 2.3e-10), and the low bits of a float sum can carry information about the addends. The
 radius is never 0 (at least 2.1e-5); cosine and sine are right to 1e-7. The `grid` option closes that gap:
-the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`discrete_normals`,
-`snap`, `snapped_bound`); then every output is possible for every neighbour and the law holds up to a relative
+the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`snapped_sum`, counted by
+`snapped_multiplier`); then every output is possible for every neighbour and the law holds up to a relative
 error of 2**-48 per coordinate.
 """
 
@@ -49,8 +49,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedveil.errors import UserError
 from fedveil.learning.plan import ClientWork, LocalPlan
 
+INTERFACE = 2  # of the compiled module; one of another version is not used
+
 try:
     from fedveil import _native
+
+    if getattr(_native, "VERSION", None) != INTERFACE:
+        _native = None
 except ImportError:  # pure Python installation: same bits, slower
     _native = None
 
@@ -255,19 +260,29 @@ def joint_staircase(
     raise RuntimeError("joint staircase noise: no attempt accepted; lambda is too large for rejection")
 
 
-def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
-    """Integers (int64) of the discrete Gaussian law P(y) proportional to e^(-y^2 / (2 sigma^2)).
+# e^-x in float64 from +, -, * and powers of two alone: a library's exp may differ in its last bit.
+_PER_LN2 = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10  # n * _LN2_HIGH is exact: it has 32 bits
+_TAYLOR = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
+WIDEST_DISCRETE = 2.0**46
 
-    Rejection from a discrete Laplace of scale t = a power of two >= sigma (Canonne, Kamath, Steinke):
-    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so every
-    probability is right to a relative 2**-48 and |y| <= 44 t. Two blocks per candidate and attempt.
-    """
-    if not (0 < sigma <= 2.0**30 and math.isfinite(sigma)):
-        raise UserError(
-            f"discrete Gaussian: sigma / grid must be in (0, 2**30], not {sigma}; change the grid"
-        )
-    t = 1 << max(0, math.ceil(math.log2(sigma)))
-    thresholds = np.array([math.exp(-k) * 2.0**64 for k in range(1, 45)])[::-1]
+
+def exp_minus(x: np.ndarray) -> np.ndarray:
+    """e^-x for x >= 0 (above 700 as for 700), to a relative 2**-50; the same bits in C++."""
+    x = np.minimum(x, 700.0)
+    n = np.rint(x * _PER_LN2)
+    r = n * _LN2_LOW - (x - n * _LN2_HIGH)
+    p = np.full_like(r, _TAYLOR[0])
+    for coefficient in _TAYLOR[1:]:
+        p = p * r + coefficient
+    return np.ldexp(p, -n.astype(np.int32))
+
+
+def numpy_discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
+    """`discrete_normals` without the compiled module: the definition."""
+    t = _power_above(sigma)
+    thresholds = (exp_minus(np.arange(1.0, 45.0)) * 2.0**64)[::-1]
+    centre, twice = sigma * sigma / t, 2.0 * sigma * sigma
     out = np.zeros(count, np.int64)
     pending = np.arange(count)
     attempt = 0
@@ -277,17 +292,40 @@ def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: i
         w = words(key, step, DISCRETE, blocks.reshape(-1), example | attempt << 16)
         w = w.reshape(-1, 8).astype(np.uint64)
         negative = (w[:, 0] & np.uint64(1)).astype(bool)
-        u = (w[:, 1] & np.uint64(t - 1)).astype(np.int64)
+        u = ((w[:, 6] << np.uint64(32) | w[:, 1]) & np.uint64(t - 1)).astype(np.int64)
         coin = (w[:, 2] << np.uint64(32) | w[:, 3]).astype(np.float64)
         v = len(thresholds) - np.searchsorted(thresholds, coin, "right")
         y = u + t * v
-        exponent = u / t + (y - sigma * sigma / t) ** 2 / (2 * sigma * sigma)
-        accept = (w[:, 4] << np.uint64(32) | w[:, 5]).astype(np.float64) < np.exp(-exponent) * 2.0**64
+        gap = y - centre
+        exponent = u / t + gap * gap / twice
+        accept = (w[:, 4] << np.uint64(32) | w[:, 5]).astype(np.float64) < exp_minus(exponent) * 2.0**64
         accept &= ~(negative & (y == 0))
         out[pending[accept]] = np.where(negative, -y, y)[accept]
         pending = pending[~accept]
         attempt += 1
     return out
+
+
+def _power_above(sigma: float) -> int:
+    """The smallest power of two that is at least sigma and at least 1."""
+    if not 0 < sigma <= WIDEST_DISCRETE:
+        raise UserError(
+            f"discrete Gaussian: sigma / grid must be in (0, 2**46], not {sigma}; change the grid"
+        )
+    return 1 << (math.ceil(sigma) - 1).bit_length()
+
+
+def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
+    """Integers (int64) of the discrete Gaussian law P(y) proportional to e^(-y^2 / (2 sigma^2)).
+
+    Rejection from a discrete Laplace of scale t = a power of two >= sigma (Canonne, Kamath, Steinke):
+    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so every
+    probability is right to a relative 2**-48 and |y| <= 45 t. Two blocks per candidate and attempt.
+    """
+    _power_above(sigma)
+    if _native is not None:
+        return _native.discrete_normals(key, step, count, sigma, example)
+    return numpy_discrete_normals(key, step, count, sigma, example)
 
 
 def snap(total: np.ndarray, grid: float) -> np.ndarray:
@@ -298,6 +336,40 @@ def snap(total: np.ndarray, grid: float) -> np.ndarray:
 def snapped_bound(bound: float, grid: float, count: int) -> float:
     """l2 bound on the change of a snapped sum when the sum itself changes by at most `bound`."""
     return bound + grid * math.sqrt(count)
+
+
+def snapped_sum(total: np.ndarray, grid: float, deviation: float, key: bytes, step: int = 0) -> np.ndarray:
+    """`total` rounded to multiples of `grid`, plus discrete Gaussian noise on that grid (float64).
+
+    A total that is not finite, or too far from 0 for counts of 62 bits, gives NaN everywhere.
+
+    Formal guarantee: for totals that differ by at most `bound` in l2, the Gaussian mechanism with multiplier
+    `snapped_multiplier(deviation, bound, grid, size)`. Multiplying by the grid is post-processing.
+    """
+    if not np.all(np.abs(total) < 2.0**62 * grid):
+        return np.full(np.shape(total), np.nan)
+    units = snap(total, grid)
+    if deviation > 0:
+        units = units + discrete_normals(key, step, np.size(total), deviation / grid)
+    return units * grid
+
+
+SMOOTHING = 1.5
+
+
+def snapped_multiplier(deviation: float, bound: float, grid: float, count: int) -> float:
+    """Noise multiplier of a continuous Gaussian mechanism that `snapped_sum` is a post-processing of.
+
+    Rounding widens the bound (`snapped_bound`). And the discrete Gaussian of variance s^2 + r^2 is what comes out when
+    a continuous one of variance s^2 is rounded to the grid at random, with the discrete Gaussian of variance r^2
+    around it; for r = 1.5 grid steps that holds to a relative 2 e^(-2 pi^2 r^2) < 2e-19 of each probability.
+    """
+    left = deviation**2 - (SMOOTHING * grid) ** 2
+    if left <= 0:
+        raise UserError(
+            f"noise of deviation {deviation:g} is no wider than its grid of {grid:g}: use a finer grid"
+        )
+    return math.sqrt(left) / snapped_bound(bound, grid, count)
 
 
 def step_noise(plan: LocalPlan, work: ClientWork, step: int, batch_size: int, count: int) -> np.ndarray:
@@ -337,17 +409,13 @@ def noised_sum(
 ) -> np.ndarray:
     """The sum of clipped gradients with its noise (float32), on the grid if the plan has one.
 
-    Formal guarantee with grid > 0: a discrete Gaussian of sigma = multiplier * sensitivity (times the factor
-    of noise_on) on a vector whose change is bounded by `snapped_bound(sensitivity, grid, count)`. The result
-    is a multiple of the grid; its conversion to float32 afterwards is post-processing.
+    Formal guarantee with grid > 0: that of `snapped_sum` for deviation = multiplier * sensitivity (times the factor
+    of noise_on); the conversion to float32 afterwards is post-processing.
     """
     if plan.grid <= 0 or plan.noise == "none":
         return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
     if plan.noise != "gaussian" or np.ndim(sensitivity):
         raise UserError("grid noise needs noise = 'gaussian' and one sensitivity for all coordinates")
     factor = {"sum": 1.0, "mean": plan.expected_batch, "example": math.sqrt(batch_size)}[plan.noise_on]
-    sigma = plan.multipliers[step] * float(sensitivity) * factor / plan.grid
-    units = snap(total, plan.grid)
-    if sigma > 0:
-        units = units + discrete_normals(work.noise_key, step, total.size, sigma)
-    return (units * plan.grid).astype(_F)
+    deviation = plan.multipliers[step] * float(sensitivity) * factor
+    return snapped_sum(total, plan.grid, deviation, work.noise_key, step).astype(_F)

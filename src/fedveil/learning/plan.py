@@ -48,7 +48,11 @@ class LocalPlan:
       momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
     - grid > 0 (gaussian only, one S for all coordinates): the sum is rounded to multiples of grid and gets
       discrete Gaussian noise on that grid: learning.noise.noised_sum does it for engines.
-    - a client whose loss, norms or weights are not finite at any step stops there: finite False, delta 0.
+    - with a clip, an example whose loss or norm (of any layer) is not finite gets clip factor 0 in all layers: it adds
+      nothing, which is within every bound. It counts in `skipped` and in `examples`, not in the median, in l2-max
+      or in the means; the noise does not change.
+    - a client whose weights (without a clip: or loss or norms) are not finite at any step stops there: finite False,
+      delta 0.
     """
 
     steps: int
@@ -92,13 +96,14 @@ class ClientWork:
 class LocalResult:
     """Updates and diagnostics of the clients of one chunk, in the order of the work list.
 
-    delta: [K, P] final minus start weights. finite: [K]; a client that met NaN or infinity is False and its
-    delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
+    delta: [K, P] final minus start weights. finite: [K]; a client whose training ended in NaN or infinity is False
+    and its delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
     gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below
     the bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier
     [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound
     (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
-    below_count / examples. Means over no example are 0. noise_scale averages over steps (and layers); without
+    below_count / examples. skipped [K]: the pairs whose gradient was not finite and added nothing. Means are over
+    the other pairs; over no example they are 0. noise_scale averages over steps (and layers); without
     noise it is 0. A client that is not finite has zeros in all figures but examples.
     """
 
@@ -111,3 +116,4 @@ class LocalResult:
     noise_scale: np.ndarray
     examples: np.ndarray  # [K] number of (example, step) pairs used
     below_count: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    skipped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedveil.learning.batches import passes
+from fedveil.learning.noise import snapped_multiplier
 from fedveil.learning.recipes import Recipe
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Release, Sampling, Unit
 from fedveil.privacy.records import GROUP
@@ -134,6 +135,23 @@ def real_batch(recipe: Recipe, setting: Setting, size: int) -> float:
     return float(int(setting.batch)) if recipe.sampling in ("fixed", "partition") else setting.batch
 
 
+def _over_bound(recipe: Recipe, setting: Setting, scale: float, bound: float) -> float:
+    """Noise of deviation `scale` over the joint bound; on a grid, what is left of that after rounding.
+
+    A round's grid is at most `grid * bound` in each of its steps (`recipes.spacing`), and a finer one only helps.
+    """
+    joint = joint_bound(recipe, bound, setting.layers)
+    if not recipe.grid:
+        return scale / joint
+    return snapped_multiplier(scale, joint, recipe.grid * bound, setting.dimension)
+
+
+def _on_grid(recipe: Recipe) -> str:
+    if not recipe.grid:
+        return ""
+    return f"; discrete noise on a grid of {recipe.grid:g} of the bound, rounding counted"
+
+
 def multiplier(recipe: Recipe, setting: Setting, bound: float, sigma: float, size: int) -> float:
     """Noise scale on the sum over the joint bound (zero-out neighbours), for a client of `size` examples."""
     scale = sigma * (1.0 if recipe.clip.rule == "adaclip" else bound)
@@ -147,7 +165,7 @@ def multiplier(recipe: Recipe, setting: Setting, bound: float, sigma: float, siz
         scale *= math.sqrt(
             real_batch(recipe, setting, size) if recipe.where in ("step", "sum") else setting.cohort
         )
-    z = scale / joint_bound(recipe, bound, setting.layers)
+    z = _over_bound(recipe, setting, scale, bound)
     if recipe.clip.rule == "quantile":
         # The count of unclipped examples is released in the same step (each example counts ±1/2): one joint
         # Gaussian mechanism, Andrew et al.
@@ -218,7 +236,9 @@ def _step(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim
             out.append(_none(observer, "example", broken))
             out.append(_none(observer, "client", broken))
         else:
-            why = f"{recipe.mechanism} noise in every local step; batches: {recipe.sampling}"
+            why = (
+                f"{recipe.mechanism} noise in every local step; batches: {recipe.sampling}{_on_grid(recipe)}"
+            )
             out += [Claim(observer, "example", "sound", why, event) for event in events]
             out.append(_by_group(observer))
     out += _in_memory(recipe, setting, now, uses if not broken else setting.steps)
@@ -303,10 +323,12 @@ def _client(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
     z = (
         multiplier(recipe, setting, now.bounds[0], now.sigmas[0], size)
         if recipe.noise_on == "sum"
-        else (now.sigmas[0] * now.bounds[0] / joint_bound(recipe, now.bounds[0], setting.layers))
+        else _over_bound(recipe, setting, now.sigmas[0] * now.bounds[0], now.bounds[0])
     )
     whole = recipe.clip.of == "weights"  # two models in the ball may be twice the bound apart
-    why = f"each upload is {'a model that is ' if whole else ''}clipped and noised by its client"
+    why = f"each upload is {'a model that is ' if whole else ''}clipped and noised by its client" + _on_grid(
+        recipe
+    )
     for observer in AFTER_UPLOAD:
         out += _both_units(
             observer, z, Sampling("none"), "replace-one" if whole else "zero-out", why, "holder"
@@ -357,7 +379,7 @@ def _server(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Cla
         reason = "noise per client with a random cohort: the total variance tells how many took part"
         out += [_none(o, u, reason) for o in ("participants", "public") for u in ("example", "client")]
     else:
-        why = "noise once on the sum of clipped updates; the cohort is secret"
+        why = "noise once on the sum of clipped updates; the cohort is secret" + _on_grid(recipe)
         for observer in ("participants", "public"):
             both = _both_units(observer, z, sampling, relation, why, "everyone")
             out += both if setting.copies == 1 else [both[0], _none(observer, "example", SHARED)]
@@ -400,7 +422,7 @@ def _sum(recipe: Recipe, setting: Setting, now: Round, size: int) -> list[Claim]
         else:
             event = Event(_noise(recipe, z / divide, setting.dimension), sampling, relation, "example", uses)
             why = "noise once on the sum over all clients, of which nobody sees a part (trusted or secure aggregation)"
-            out.append(Claim(observer, "example", "sound", why, event))
+            out.append(Claim(observer, "example", "sound", why + _on_grid(recipe), event))
             out.append(_by_group(observer))
     return out
 

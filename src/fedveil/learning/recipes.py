@@ -7,7 +7,7 @@ derived from these same values in `learning.promise`; nothing is typed in a seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -76,6 +76,9 @@ class Recipe:
     noise_on: "sum" (usual), "example" (every example, or for where="server" every client, gets its own
     noise), "mean" (noise of that scale on the mean).
     sampling: how a client draws batches; cohort: how a round draws clients.
+    grid: 0, or the spacing of the grid on which the Gaussian noise lives, as a fraction of the clip bound (1e-6): the
+    sum is rounded to it and gets discrete Gaussian noise. The promise then holds for the very numbers that are
+    sent, at a slightly larger epsilon (`spacing`, `learning.noise.snapped_multiplier`).
     """
 
     name: str
@@ -89,6 +92,7 @@ class Recipe:
     sigma: Schedule = field(default_factory=lambda: constant(6.0))
     where: Where = "nowhere"
     noise_on: Literal["sum", "example", "mean"] = "sum"
+    grid: float = 0.0
     sampling: Literal["poisson", "fixed", "partition", "full"] = "poisson"
     cohort: Literal["poisson", "fixed", "all"] = "fixed"
     channel: Literal["none", "shuffle-models", "shuffle-parameters"] = "none"
@@ -202,10 +206,49 @@ def check(recipe: Recipe) -> None:
         refuse("AdaClip clips the whole scaled gradient to 1: set clip.kind = flat")
     if clip.rule == "quantile" and not (0 < clip.quantile < 1 and clip.count_noise > 0):
         refuse("quantile clipping needs 0 < clip.quantile < 1 and clip.count_noise > 0")
+    if r.grid:
+        _check_grid(r, refuse)
     if not 0 <= r.prune < 1:
         refuse(f"prune = {r.prune} must be in [0, 1)")
     if not 0 < r.share <= 1:
         refuse(f"share = {r.share} must be in (0, 1]")
+
+
+COARSEST = 1e-3
+NARROWEST = 10.0  # grid steps in one standard deviation
+
+
+def _check_grid(recipe: Recipe, refuse: Callable[[str], None]) -> None:
+    if not 0 < recipe.grid <= COARSEST:
+        refuse(
+            f"grid = {recipe.grid:g} is the grid's spacing as a fraction of the clip bound: above 0, at most {COARSEST:g}; "
+            "1e-6 costs next to nothing"
+        )
+    if recipe.mechanism != "gaussian":
+        refuse(f"grid: only Gaussian noise has a discrete form here, not {recipe.mechanism}; leave grid out")
+    if recipe.clip.kind == "none":
+        refuse("grid is a fraction of the clip bound: set clip.kind = flat or layer")
+    if recipe.sensitivity == "l2-max" or recipe.clip.rule == "median":
+        refuse(
+            "grid needs a noise scale that does not come from the batch: set sensitivity = bound and another clip.rule"
+        )
+
+
+def spacing(recipe: Recipe, bounds: Sequence[float], sigmas: Sequence[float]) -> float:
+    """The grid's spacing in a round with these bounds and noise multipliers (one per step); 0 without a grid.
+
+    It follows the smallest bound, so that in every step it is at most `grid` times the step's bound.
+    """
+    if not recipe.grid:
+        return 0.0
+    step = recipe.grid * min(bounds)
+    narrowest = min(sigma * bound for sigma, bound in zip(sigmas, bounds, strict=True))
+    if narrowest < NARROWEST * step:
+        raise UserError(
+            f"grid = {recipe.grid:g}: the noise has a deviation of only {narrowest / step:.3g} grid steps, at least "
+            f"{NARROWEST:g} are needed; set grid = {narrowest / step * recipe.grid / NARROWEST:.2g} or less, or more noise"
+        )
+    return step
 
 
 _CACHE: dict[type, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """The oracle: one client, one step, one example at a time, written to be read.
 
 Every engine is tested against this one. It follows the text of `learning.plan` line by line and makes no
-attempt to be fast. Figures of a client that used no example, or that met NaN or infinity, are zeros; clip "none"
+attempt to be fast. Figures of a client that used no example, or that ended in NaN or infinity, are zeros; clip "none"
 has no bound, so that every example counts as below it; with one S per layer the recorded noise scale is
 the mean over layers.
 """
@@ -56,17 +56,22 @@ def _client(
     parts = (slice(0, layout.size),) if plan.clip == "flat" else layers  # what one norm is taken of
     losses: list[float] = []
     norms: list[list[float]] = []
-    below, scales = 0.0, []
+    below, scales, skipped, drawn = 0.0, [], 0, 0
     for step in range(plan.steps):
         rows = [int(r) for r in work.rows[step] if r >= 0]
-        gradients = []
+        drawn += len(rows)
+        gradients, sizes = [], []
         for row in rows:
             loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
-            losses.append(loss)
             if work.shift is not None:
                 gradient = (gradient - _vector(work.shift, dtype)) / _vector(work.scale, dtype)
+            size = [_norm(gradient[part], plan.clip_norm) for part in parts]
+            if plan.clip != "none" and not all(map(math.isfinite, [loss, *size])):
+                skipped += 1
+                continue
+            losses.append(loss)
             gradients.append(gradient)
-        sizes = [[_norm(g[part], plan.clip_norm) for part in parts] for g in gradients]
+            sizes.append(size)
         bounds = _bounds(plan, step, sizes, len(parts))
         total = torch.zeros_like(first)
         largest = 0.0
@@ -108,17 +113,18 @@ def _client(
     )
     nothing = _nothing(layout, plan)
     if not healthy:
-        return {**nothing, "finite": False, "examples": used}
+        return {**nothing, "finite": False, "examples": drawn}
     return {
         **nothing,
         "delta": (weights - first).numpy(),
         "loss": np.mean(losses) if used else 0.0,
         "norm_mean": np.mean(norms, axis=0) if used else nothing["norm_mean"],
         "norm_max": np.max(norms, axis=0) if used else nothing["norm_max"],
-        "unclipped": below / used if used else 0.0,
+        "unclipped": below / drawn if drawn else 0.0,
         "noise_scale": np.mean(scales) if scales else 0.0,
-        "examples": used,
+        "examples": drawn,
         "below_count": below,
+        "skipped": skipped,
     }
 
 
@@ -169,4 +175,5 @@ def _nothing(layout: Layout, plan: LocalPlan) -> dict[str, Any]:
         "noise_scale": 0.0,
         "examples": 0,
         "below_count": 0.0,
+        "skipped": 0,
     }

@@ -25,7 +25,7 @@ from fedveil.learning.batches import batches
 from fedveil.learning.evaluate import evaluate
 from fedveil.learning.plan import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.learning.promise import Round, Setting
-from fedveil.learning.recipes import Recipe
+from fedveil.learning.recipes import Recipe, spacing
 from fedveil.models.layout import Layout
 from fedveil.privacy.schedules import Schedule
 
@@ -142,10 +142,11 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
     if recipe.heterogeneity and task.own_epsilon:
         largest = max(task.own_epsilon.values())
         common["penalty"] = (largest - task.own_epsilon.get(client, largest)) / largest
-    if recipe.where not in ("step", "sum"):
-        return LocalPlan(**common)
     sigmas = (task.own[client][1],) * steps if client in task.own else now.sigmas
     bounds = now.bounds
+    grid = spacing(recipe, bounds, sigmas)
+    if recipe.where not in ("step", "sum"):
+        return LocalPlan(**common)
     if recipe.clip.kind == "layer" and recipe.clip.split:
         layers = math.sqrt(task.layout.layers)
         bounds, sigmas = tuple(b / layers for b in bounds), tuple(s * layers for s in sigmas)
@@ -159,7 +160,7 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
     if recipe.where == "sum":
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0})
-    common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on)
+    common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on, grid=grid)
     return LocalPlan(**common)
 
 
@@ -215,7 +216,8 @@ def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool =
         work = ClientWork(client, np.zeros((plan.steps, 0), np.int32), key)
         total = np.zeros(task.layout.size)
         for step in range(plan.steps):
-            total += noise.step_noise(plan, work, step, 0, total.size)
+            one = noise.noised_sum(plan, work, step, 0, np.zeros(total.size, np.float32), plan.bounds[0])
+            total += one.astype(np.float64) / plan.bounds[0]
         errors["measured_l1"] = factor * plan.bounds[0] * float(np.abs(total).sum())
     return errors
 
@@ -257,8 +259,29 @@ def uploads_of(
             half = (float(result.unclipped[k]) - 0.5) * float(result.examples[k])
             key = derive(task.root, "count", now.number, client)[:16]
             spread = recipe.clip.count_noise * math.sqrt(task.setting.steps)
-            below = 0.5 + (half + spread * float(noise.normals(key, 0, 1)[0])) / pairs
+            if recipe.grid:
+                # Counts are multiples of half a layer's share: on a grid that contains these nothing is rounded.
+                fine = 2.0**-21 / task.layout.layers
+                noised = float(noise.snapped_sum(np.array([half]), fine, spread, key)[0])
+            else:
+                noised = half + spread * float(noise.normals(key, 0, 1)[0])
+            below = 0.5 + noised / pairs
         yield Upload(client, update, below)
+
+
+def _noised(total: np.ndarray, deviation: float, grid: float, key: bytes) -> np.ndarray:
+    """`total` with Gaussian noise of this deviation, discrete if there is a grid."""
+    if grid > 0:
+        return noise.snapped_sum(total, grid, deviation, key)
+    return total + deviation * noise.normals(key, 0, total.size)
+
+
+def noised_update(recipe: Recipe, now: Round, update: np.ndarray, key: bytes) -> np.ndarray:
+    """A clipped update (or, without a clip, any) with the recipe's noise of scale sigma * bound, float32."""
+    scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
+    if recipe.grid:
+        return _noised(update, scale, spacing(recipe, now.bounds, now.sigmas), key).astype(np.float32)
+    return update + np.float32(scale) * noise.normals(key, 0, update.size)
 
 
 def _own_moment(task: Task, now: Round, client: int) -> Round:
@@ -282,7 +305,7 @@ def sanitise_update(
 
     Formal guarantee: with target = update the result has the joint bound of `promise.joint_bound` before
     noise (clip.of = weights: start + result has it, so two results differ by at most twice the bound); with
-    where = client it carries Gaussian noise of scale sigma * bound.
+    where = client it carries Gaussian noise of scale sigma * bound (discrete, on the recipe's grid).
     """
     if recipe.clip.of == "weights":
         if start is None:
@@ -291,9 +314,9 @@ def sanitise_update(
     elif recipe.target == "update" and recipe.clip.kind != "none":
         update = clip_update(update, now.bounds[0], recipe, task.layout)
     if recipe.where == "client":
-        scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
-        key = derive(task.root, "upload-noise", now.number, client)[:16]
-        update = update + np.float32(scale) * noise.normals(key, 0, update.size)
+        update = noised_update(
+            recipe, now, update, derive(task.root, "upload-noise", now.number, client)[:16]
+        )
     if recipe.prune > 0:
         update = drop_smallest(update, recipe.prune)
     if recipe.share < 1:
@@ -377,22 +400,18 @@ def merge(
     facts: dict[str, Any] = {"uploads": count}
     if count == 0 and recipe.where not in ("server", "sum"):
         return _finish(task, state, now, state.weights, server, facts)
-    key = derive(task.root, "server-noise", now.number)[:16]
+    key, grid = derive(task.root, "server-noise", now.number)[:16], spacing(recipe, now.bounds, now.sigmas)
     if recipe.where == "server":
         scale = (
             now.sigmas[0]
             * now.bounds[0]
             * {"sum": 1.0, "mean": setting.cohort, "example": math.sqrt(setting.cohort)}[recipe.noise_on]
         )
-        mean = (total + scale * noise.normals(key, 0, total.size)) / setting.cohort
+        mean = _noised(total, scale, grid, key) / setting.cohort
     elif recipe.where == "sum":
         everyone = setting.batch * setting.clients if recipe.sampling != "full" else float(setting.examples)
         scale = now.sigmas[0] * now.bounds[0] * (everyone if recipe.noise_on == "mean" else 1.0)
-        mean = (
-            (total + scale * noise.normals(key, 0, total.size))
-            / everyone
-            * learning_rate_of(task, state.round)
-        )
+        mean = _noised(total, scale, grid, key) / everyone * learning_rate_of(task, state.round)
     else:
         mean = total / count
     memory: Arrays = {

@@ -213,7 +213,25 @@ class Net:
     def clipped(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
-        """One pass: losses, norms and the clipped sum of a group of clients (see `descent.Network`)."""
+        """Losses, norms and the clipped sum of a group of clients (see `descent.Network`)."""
+        result = self._pass(weights, x, y, mask, clipping, loss)
+        if clipping.kind == "none" or result.norms is None:
+            return result
+        used = descent.usable(result.loss, result.norms, mask)
+        # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
+        return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
+
+    def _pass(
+        self,
+        weights: Tensor,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        clipping: Clipping,
+        loss: str,
+        without: Tensor | None = None,
+    ) -> Pass:
+        """One pass; the captured gradients of the rows in `without` [K, B] are taken for 0 whatever they are."""
         clients = len(weights)
         tape = []
         out = x
@@ -222,6 +240,8 @@ class Net:
             tape.append(saved)
         losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
         losses = losses.view(clients, -1)
+        if without is not None:
+            losses = losses.masked_fill(without, 0)
         total = torch.empty_like(weights)
         first = next(i for i, layer in enumerate(self.layers) if layer.layer is not None)
         norms, bounds = [losses] * self.layout.layers, [losses] * self.layout.layers
@@ -234,6 +254,8 @@ class Net:
                 continue
             if clipping.shift is not None and clipping.scale is not None:
                 capture = _mapped(capture, clipping.shift[:, layer.part], clipping.scale[:, layer.part])
+            if without is not None:
+                capture = _cleared(capture, without)
             if clipping.kind != "none" or clipping.norms:
                 norms[layer.layer], capture = measure(capture, clipping.norm)
             if clipping.kind == "flat":  # the factor needs every layer's norm
@@ -245,17 +267,18 @@ class Net:
                 factors = wide[:, :, 0]
             sum_up(capture, factors, total[:, layer.part])
         if clipping.kind == "none" and not clipping.norms:
-            return Pass(total, losses, None, None)
+            return Pass(total, losses, None, None, mask)
         every = torch.stack(norms, 2)
         if clipping.kind == "none":
-            return Pass(total, losses, every, None)
+            return Pass(total, losses, every, None, mask)
         if clipping.kind == "layer":
-            return Pass(total, losses, every, torch.cat(bounds, 2) if clipping.bound is None else bounds[0])
+            bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
+            return Pass(total, losses, every, bound, mask)
         flat = torch.linalg.vector_norm(every, 1 if clipping.norm == "l1" else 2, dim=2, keepdim=True)
         wide, bound = clipping.factors(flat, mask)
         for part, capture in waiting:
             sum_up(capture, wide[:, :, 0], total[:, part])
-        return Pass(total, losses, flat, bound)
+        return Pass(total, losses, flat, bound, mask)
 
 
 def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
@@ -266,6 +289,14 @@ def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
         parts.append((part - shift[:, None, at:end]) / scale[:, None, at:end])
         at = end
     return Given(tuple(parts))
+
+
+def _cleared(capture: Outer | Given, rows: Tensor) -> Outer | Given:
+    """The same with zeros for these rows [K, B] (a factor 0 would leave NaN as it is)."""
+    if isinstance(capture, Given):
+        return Given(tuple(part.masked_fill(rows[:, :, None], 0) for part in capture.parts))
+    wide = rows[:, :, None, None]
+    return replace(capture, a=capture.a.masked_fill(wide, 0), d=capture.d.masked_fill(wide, 0))
 
 
 def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:

@@ -24,7 +24,16 @@ from fedveil.learning.plan import LocalPlan
 from fedveil.learning.promise import Round
 from fedveil.learning.reference import example_gradient
 from fedveil.learning.reference import train as reference_train
-from fedveil.learning.round import State, Task, moment_of, plan_of, recipe_of, sanitise_update, work_of
+from fedveil.learning.round import (
+    State,
+    Task,
+    moment_of,
+    noised_update,
+    plan_of,
+    recipe_of,
+    sanitise_update,
+    work_of,
+)
 from fedveil.models.layout import Layout
 
 Tap = Literal["type2", "type1", "type0", "type0-sanitised"]
@@ -75,7 +84,7 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
     if tap == "type0-sanitised" and recipe.where == "server":
         scale = now.sigmas[0] * now.bounds[0]
         key = derive(task.root, "server-noise", now.number)[:16]
-        update = update + np.float32(scale) * noise.normals(key, 0, update.size)
+        update = noised_update(recipe, now, update, key)
     return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
 
 
