@@ -1,6 +1,8 @@
 """Accountants against other libraries, exact formulas and each other; running compositions; refusals."""
 
 import math
+import subprocess
+import sys
 import time
 import warnings
 
@@ -12,7 +14,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants.analysis import rdp as opacus_rdp
-from scipy import special, stats
+from scipy import signal, special, stats
 
 from fedveil.errors import UserError
 from fedveil.privacy import formulas, pld, renyi
@@ -344,3 +346,39 @@ def test_numbers_too_extreme_for_a_grid_are_answered_or_refused_never_a_crash(me
         found = answer([event], 1e-5, accountant)
         assert (found.epsilon is None) == (found.verdict == "none")
         assert found.epsilon is None or found.epsilon > 100
+
+
+@given(
+    step=st.floats(1e-4, 3),
+    count=st.integers(1, 3000),
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.floats(0, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_faded_sums_are_those_of_the_recursive_filter(step, count, seed, spread):
+    draw = np.random.default_rng(seed)
+    probs = np.exp(draw.uniform(-spread, 0, count))
+    decay = math.exp(-step)
+    filtered = signal.lfilter([0.0, decay], [1.0, -decay], probs[::-1])[::-1]
+    np.testing.assert_allclose(pld._faded(probs, step), filtered, rtol=1e-11)
+
+
+def test_counting_epsilon_loads_nothing_slow():
+    """A command line that only counts must not wait for libraries it does not use."""
+    slow = (
+        "torch",
+        "dp_accounting",
+        "scipy.signal",
+        "scipy.stats",
+        "scipy.optimize",
+        "sklearn",
+        "matplotlib",
+    )
+    code = (
+        "import sys; from fedveil.privacy.accountants import answer; "
+        "from fedveil.privacy.events import Event, Noise, Sampling; "
+        "answer([Event(Noise('gaussian', 6.0), Sampling('poisson', rate=0.01), 'add-remove', 'example', 100)], 1e-5, 'pld'); "
+        f"print([name for name in {slow!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

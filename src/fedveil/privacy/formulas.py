@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import optimize, special
+from scipy import special
 
 from fedveil.privacy.mechanisms import Array
 
@@ -29,6 +29,8 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(sigma, high) > delta:
         high *= 2
+    from scipy import optimize  # slow to load, and most commands do not come here
+
     return float(
         optimize.brentq(lambda e: gaussian_delta(sigma, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-13)
     )

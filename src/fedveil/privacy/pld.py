@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy import fft, signal
+from scipy import fft
 
 from fedveil.privacy.mechanisms import Array, LossPair
 
@@ -305,8 +305,7 @@ def epsilon(law: Law, step: float, delta: float) -> float:
     base = law.first + start
     # at grid point k: above[k] = mass of losses > k, faded[k] = sum over j > k of p_j e^-(l_j - l_k)
     above = np.append(np.cumsum(probs[::-1])[::-1][1:], 0.0)
-    decay = math.exp(-step)
-    faded = signal.lfilter([0.0, decay], [1.0, -decay], probs[::-1])[::-1]
+    faded = _faded(probs, step)
     deltas = law.infinite + above - faded
     spent = np.flatnonzero(deltas > delta)
     if len(spent) == 0:
@@ -320,6 +319,23 @@ def epsilon(law: Law, step: float, delta: float) -> float:
     if reach <= 0 or weight <= 0:
         return max(0.0, (base + k) * step)
     return max(0.0, (base + k) * step + math.log(reach / weight))
+
+
+def _faded(probs: Array, step: float) -> Array:
+    """sum over j > k of p_j e^-((j - k) step), for every k: in blocks over which the factor falls to 1/e.
+
+    A recursive filter of scipy.signal does the same, but that module takes a second to load."""
+    out = np.empty_like(probs)
+    width = math.ceil(1 / step)
+    factors = np.exp(-step * np.arange(min(width, len(probs)) + 1))
+    later = 0.0  # p + faded at the first place after the block
+    for end in range(len(probs), 0, -width):
+        begin = max(0, end - width)
+        n = end - begin
+        sums = np.append(np.cumsum((probs[begin:end] * factors[:n])[:0:-1])[::-1], 0.0)
+        out[begin:end] = (sums + factors[n] * later) / factors[:n]
+        later = probs[begin] + out[begin]
+    return out
 
 
 def delta_at(law: Law, step: float, eps: float) -> float:

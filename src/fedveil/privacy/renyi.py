@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import dp_accounting
 import numpy as np
-from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import special
 
 from fedveil.privacy.events import Noise
@@ -87,6 +85,9 @@ def fixed_size(multiplier: float, batch: int, population: int, orders: tuple[flo
     """Gaussian noise on a batch of fixed size drawn without replacement; replace-one neighbours, whose change
     of the sum is the unit of `multiplier`. The bound of Wang, Balle and Kasiviswanathan as in dp-accounting, at
     some orders (it is slow); in between the log moment is convex in the order, so a chord bounds it."""
+    import dp_accounting  # slow to load
+    from dp_accounting.rdp import rdp_privacy_accountant
+
     knots = [1, *_WITHOUT_REPLACEMENT]
     judge = rdp_privacy_accountant.RdpAccountant(
         list(_WITHOUT_REPLACEMENT), dp_accounting.NeighboringRelation.REPLACE_ONE
@@ -100,4 +101,6 @@ def fixed_size(multiplier: float, batch: int, population: int, orders: tuple[flo
 
 def to_epsilon(orders: tuple[float, ...], divergences: Array, delta: float) -> float:
     """Today's conversion (Canonne-Kamath-Steinke), as in dp-accounting."""
+    from dp_accounting.rdp import rdp_privacy_accountant  # slow to load
+
     return float(rdp_privacy_accountant.compute_epsilon(list(orders), list(divergences), delta)[0])

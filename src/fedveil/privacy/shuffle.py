@@ -8,10 +8,11 @@ published Rényi lemmas are kept as nominal formulas: the upper one is false at 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, signal, special
+from scipy import special
 
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import Answer, answer
@@ -19,6 +20,12 @@ from fedveil.privacy.events import Event, Noise
 from fedveil.privacy.mechanisms import Array
 
 MOST_EXACT = 4000  # beyond this many reports the exact scan is replaced by the clones bound
+
+
+def _root(function: Callable[[float], float], low: float, high: float, xtol: float) -> float:
+    from scipy import optimize  # slow to load, and most commands do not come here
+
+    return float(optimize.brentq(function, low, high, xtol=xtol))
 
 
 def _binomial(n: int, p: float) -> Array:
@@ -31,8 +38,12 @@ def _counts(epsilon0: float, clients: int, ones: int) -> tuple[Array, Array]:
     """Law of the number of reported ones if the target's bit is 1 and if it is 0; `ones` others hold a 1."""
     keep = float(special.expit(epsilon0))
     truthful, lying = _binomial(ones, keep), _binomial(clients - 1 - ones, 1 - keep)
-    join = np.convolve if clients <= 300 else signal.fftconvolve
-    others = np.maximum(join(truthful, lying), 0)
+    if clients <= 300:
+        others = np.convolve(truthful, lying)
+    else:
+        from scipy import signal  # slow to load
+
+        others = np.maximum(signal.fftconvolve(truthful, lying), 0)
     with_one = np.append(0.0, others)
     without = np.append(others, 0.0)
     return keep * with_one + (1 - keep) * without, (1 - keep) * with_one + keep * without
@@ -55,9 +66,7 @@ def binary_epsilon(epsilon0: float, clients: int, delta: float) -> float:
         if _hockey(p, q, worst) > delta and worst < epsilon0:
             if _hockey(p, q, epsilon0) >= delta:
                 return epsilon0
-            worst = float(
-                optimize.brentq(lambda e, p=p, q=q: _hockey(p, q, e) - delta, worst, epsilon0, xtol=1e-12)
-            )
+            worst = float(_root(lambda e, p=p, q=q: _hockey(p, q, e) - delta, worst, epsilon0, xtol=1e-12))
     return worst
 
 
@@ -100,9 +109,7 @@ def clones_epsilon(epsilon0: float, clients: int, delta: float) -> float:
         return 0.0
     if _clones_delta(epsilon0, clients, epsilon0 * (1 - 1e-12)) >= delta:
         return epsilon0
-    return float(
-        optimize.brentq(lambda e: _clones_delta(epsilon0, clients, e) - delta, 0.0, epsilon0, xtol=1e-12)
-    )
+    return float(_root(lambda e: _clones_delta(epsilon0, clients, e) - delta, 0.0, epsilon0, xtol=1e-12))
 
 
 def shuffled(epsilon0: float, clients: int, delta: float, *, binary: bool = False) -> Answer:
