@@ -137,3 +137,33 @@ def test_convolutions_get_their_slots_beside_the_model():
         canaries=120,
     )
     assert broken.verdict == "promise broken"
+
+
+def reporting(epsilon=1.0, channel="none", **changes):
+    values = {"dataset": "digits", "recipe": "ldp-fl", "clients": 8, "partition": "iid", "rounds": 3, "local_steps": 1,
+              "batch_size": 8, "model": "papers-mlp"}  # fmt: skip
+    return make_config({**values, **changes}, {"epsilon": epsilon, "channel": channel, "radius": 0.1})
+
+
+@pytest.mark.parametrize("channel", ["none", "shuffle-parameters"])
+def test_reports_with_twice_the_epsilon_are_caught_and_honest_ones_are_not(channel):
+    """4,000 weights. Without shuffling TPR is 0.731 by the promise, 0.881 if epsilon is doubled: 30 deviations apart."""
+    right, facts = audit(reporting(channel=channel), canaries=4000, seed=1)
+    assert facts["unit"] == "reported-weight" and right.verdict != "promise broken" and right.exit_code == 0
+    assert right.epsilon_lower <= right.epsilon_promised
+    wrong, _ = audit(
+        reporting(channel=channel),
+        practice=reporting(4.0 if channel != "none" else 2.0, channel),
+        canaries=4000,
+        seed=1,
+    )
+    assert wrong.epsilon_lower > right.epsilon_lower
+    if channel == "none":
+        assert right.epsilon_promised == pytest.approx(1.0) and right.epsilon_lower > 0.8
+        assert right.verdict == "promise holds"
+        assert wrong.verdict == "promise broken" and wrong.exit_code == 1
+
+
+def test_randomised_response_is_not_accused_by_bounds_that_assume_a_gaussian_curve():
+    found, _ = audit(reporting(), canaries=2000)
+    assert set(found.bounds) == {"one_run", "clopper_pearson"}

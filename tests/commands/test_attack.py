@@ -141,3 +141,30 @@ def test_audit_of_a_run_whose_ledger_promises_too_much_exits_with_one(finished, 
 def test_wrong_words_are_explained(words, message):
     result = call("attack", *words)
     assert isinstance(result.exception, UserError) and message in str(result.exception)
+
+
+def test_a_run_can_be_audited_at_once(tmp_path):
+    words = ("run", "fed-cdp-sound", "--set", "dataset=digits", "--set", "clients=3", "--set", "rounds=1", "--set",
+             "local_steps=1", "--set", "batch_size=100", "--set", "model=papers-mlp", "--set", "partition=iid", "--audit",
+             "--json")  # fmt: skip
+    result = call(*words, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["audit"]
+    assert found["verdict"] != "promise broken" and found["status"] == "sound"
+    assert (
+        json.loads((tmp_path / "run" / "attacks" / "audit.json").read_text())["verdict"] == found["verdict"]
+    )
+    assert "Audit with canaries" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_nothing_is_trained_for_an_audit_of_no_promise(tmp_path):
+    result = call("run", "non-private", "--set", "dataset=digits", "--audit", "--out", tmp_path / "run")
+    assert isinstance(result.exception, UserError) or result.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_ldp_uploads_give_nothing_back_at_the_server():
+    words = ("attack", "--recipe", "ldp-fl", "--dataset", "digits", "--type", 0, "--victims", 3, "--batch", 1, "--iterations",
+             60, "--json")  # fmt: skip
+    found = json.loads(call(*words).stdout)
+    assert found["noise_scale"] > 0 and found["success_rate"] == 0.0

@@ -80,3 +80,31 @@ def test_unknown_taps_are_named():
     task, state = setup("non-private")
     with pytest.raises(UserError, match="type0"):
         view(task, state, "type9", 0)
+
+
+def test_ldp_uploads_are_the_two_reported_values_and_a_shuffler_leaves_only_their_mean():
+    from fedveil.learning import ldp
+    from fedveil.learning.round import moment_of, ranges_of, uploads_of
+
+    task, state = setup("ldp-fl", "channel=none", "radius=0.5", "epsilon=2.0")
+    now, ranges = moment_of(task, state), ranges_of(start(task, state.weights))
+    reports, raw = [], []
+    for client in range(4):
+        seen = view(task, state, "type0", client)
+        plan = plan_of(task, now, client, len(task.rows(client)))
+        result = reference_train(
+            task.module, state.weights, task.x, task.y, [work_of(task, state, now, client)], plan
+        )
+        (sent,) = uploads_of(task, now, state, [client], result)
+        expected = ldp.decode(sent.bits, ranges, 2.0, task.layout)
+        assert np.allclose(seen.values[0] + state.weights, expected, atol=1e-6)
+        assert len(np.unique(expected)) == 2 and seen.noise_scale > 0.4
+        assert np.array_equal(view(task, state, "type1", client).values[0], result.delta[0])
+        reports.append(expected)
+        raw.append(result.delta[0])
+    assert not np.allclose(reports[0] - state.weights, raw[0], atol=0.1)
+
+    task, state = setup("ldp-fl", "channel=shuffle-parameters", "radius=0.5", "epsilon=2.0")
+    mixed = view(task, state, "type0", 1)
+    assert np.allclose(mixed.values[0] + state.weights, np.mean(reports, axis=0), atol=1e-5)
+    assert np.isclose(mixed.noise_scale, seen.noise_scale / 2, rtol=0.1)  # four reports

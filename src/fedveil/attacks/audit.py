@@ -375,19 +375,25 @@ def judge(
     status: str = "sound",
     curve: Callable[[float], float] | None = None,
     independent: bool = False,
+    gaussian: bool = True,
     significance: float = 0.05,
 ) -> Audit:
     """Bounds at a threshold that was fixed in advance, and the verdict.
 
     independent: canaries cannot influence each other's scores (own coordinates, own noise); then the exact
     interval, the Gaussian route and the promised curve take part, otherwise only the one-run bounds. The level
-    is split evenly between the tests that may accuse. "promise holds" is said only if a twofold violation would
-    have been seen: half the noise by the promised curve where that is tested, otherwise twice the epsilon by the
-    one-run bound; if not, "not enough evidence".
+    is split evenly between the tests that may accuse. gaussian: the mechanism's trade-off curve is no worse than a
+    Gaussian one (false for randomised response), so that the bounds that assume it may accuse. "promise holds" is
+    said only if a twofold violation would have been seen: half the noise by the promised curve where that is tested,
+    otherwise twice the epsilon by the one-run bound; if not, "not enough evidence".
     """
-    tests: dict[str, Bound] = {"one_run": one_run_bound(delta), "one_run_fdp": one_run_bound(delta, fdp=True)}
+    tests: dict[str, Bound] = {"one_run": one_run_bound(delta)}
+    if gaussian:
+        tests["one_run_fdp"] = one_run_bound(delta, fdp=True)
     if independent:
-        tests |= {"clopper_pearson": clopper_pearson_bound(delta), "gaussian": gaussian_bound(delta)}
+        tests["clopper_pearson"] = clopper_pearson_bound(delta)
+    if independent and gaussian:
+        tests["gaussian"] = gaussian_bound(delta)
     level = significance / (len(tests) + (curve is not None and independent))
     fixed = partial(lower_bound, scores, significance=level, strategy="fixed", threshold=threshold)
     bounds = {name: fixed(bound=test) for name, test in tests.items()}
@@ -395,7 +401,8 @@ def judge(
     most = ceiling(scores.canaries, delta, level)
     if independent:
         half = min(len(scores.included), len(scores.excluded))
-        most = max(most, gaussian_bound(delta)(half, half, 0, half, level, 0.0))
+        best = gaussian_bound(delta) if gaussian else clopper_pearson_bound(delta)
+        most = max(most, best(half, half, 0, half, level, 0.0))
     reason = f"lower bound {lower:.3g} at {100 * (1 - significance):g}% confidence"
     if epsilon_promised is None or not math.isfinite(epsilon_promised):
         reason += "; nothing finite is promised here"

@@ -30,9 +30,19 @@ from fedveil.attacks.audit import Audit, Scores, judge
 from fedveil.engines.simulate import Prepared, cohort_of, header_of, prepare, release_of, train_cohort
 from fedveil.errors import UserError
 from fedveil.keys import generator
-from fedveil.learning import local
+from fedveil.learning import ldp, local
 from fedveil.learning.reference import example_gradient
-from fedveil.learning.round import State, learning_rate_of, merge, moment_of, plan_of, start, uploads_of
+from fedveil.learning.round import (
+    State,
+    learning_rate_of,
+    merge,
+    moment_of,
+    plan_of,
+    ranges_of,
+    start,
+    uploads_of,
+)
+from fedveil.learning.view import result_of
 from fedveil.models.layout import flatten, layout_of
 from fedveil.privacy.events import Observer, Unit
 from fedveil.privacy.ledger import Ledger
@@ -70,6 +80,8 @@ class Staged:
 def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
     """Which unit the recipe protects, and the first observer who gets the noised release."""
     recipe = prepared.task.recipe
+    if recipe.mechanism == "two-valued":
+        return "reported-weight", "server"
     unit: Unit = "client" if recipe.target == "update" else "example"
     return unit, "public" if recipe.where in ("server", "sum") else "server"
 
@@ -270,6 +282,55 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
     return Scores(values[chosen], values[~chosen]), threshold
 
 
+def report_scores(
+    executed: Prepared, promise: Prepared, canaries: int, rounds: int, seed: int
+) -> tuple[Scores, float]:
+    """LDP-FL: weights that a coin puts at the upper or the lower end of their range, and what the server gets of them.
+
+    Each weight of a round is one canary of the first client in the cohort: its report is made by the client's own code with
+    its own key, and independent of all others. Without parameter shuffling the score is the reported bit; with it, the
+    number of ones among the cohort, in which everybody else is at the lower end. The threshold follows from the
+    promised epsilon alone: half a report above what the others send.
+    """
+    task, layout = executed.task, executed.task.layout
+    shuffled = task.recipe.channel == "shuffle-parameters"
+    draw = generator(seed, "canaries")
+    high, low, total = [], [], 0
+    state = start(task, executed.initial)
+    threshold = 0.5
+    for index in range(rounds):
+        state = replace(state, round=index)
+        now, meant = moment_of(task, state), moment_of(promise.task, state)
+        cohort = cohort_of(executed, now.number)
+        if not len(cohort):
+            continue
+        centre, radius = ldp.per_weight(ranges_of(state), layout)
+        up = np.zeros(layout.size, bool)
+        up[draw.permutation(layout.size)[: layout.size // 2]] = True
+        clients = cohort if shuffled else cohort[:1]
+        ends = np.stack(
+            [np.where(up & (k == 0), centre + radius, centre - radius) for k in range(len(clients))]
+        )
+        uploads = uploads_of(task, now, state, clients.tolist(), result_of(ends - state.weights))
+        ones = sum(
+            np.unpackbits(u.bits, count=layout.size).astype(int) for u in uploads if u.bits is not None
+        )
+        others = (len(clients) - 1) / (1 + math.exp(float(meant.epsilon or 0)))
+        threshold = 0.5 + (round(others) if shuffled else 0)
+        seen = np.asarray(ones)
+        high.append(seen[up])
+        low.append(seen[~up])
+        total += layout.size
+        if total >= canaries:
+            break
+    if not high:
+        raise UserError("no client reports in these rounds: nothing can be audited.")
+    most = max(1, canaries // 2)
+    return Scores(
+        np.concatenate(high)[:most].astype(float), np.concatenate(low)[:most].astype(float)
+    ), threshold
+
+
 def _everyone(prepared: Prepared) -> float:
     setting = prepared.task.setting
     return (
@@ -322,6 +383,7 @@ def audit(
     base = prepare(config)
     if not base.task.recipe.private:
         raise UserError(f"recipe '{base.task.recipe.name}' adds no noise, so there is no promise to audit.")
+    reports = base.task.recipe.mechanism == "two-valued"
     unit, observer = unit_of(base)
     rounds = min(rounds or config.rounds, config.rounds)
     with tempfile.TemporaryDirectory() as folder:
@@ -333,23 +395,30 @@ def audit(
                 ledger.spend(release_of(base, now, cohort_of(base, now.number)))
             ledger.close()
         epsilon, status, curve = promised(ledger, observer, unit, config.delta)
-    staged = stage(prepare(practice) if practice else base, canaries, seed)
-    scores, threshold = score(staged, base, rounds)
+    executed = prepare(practice) if practice else base
+    if reports:
+        scores, threshold = report_scores(executed, base, canaries, rounds, seed)
+        engine = "reports of the client's own code"
+    else:
+        staged = stage(executed, canaries, seed)
+        scores, threshold = score(staged, base, rounds)
+        engine = staged.prepared.engine
     found = judge(
         scores,
         epsilon_promised=epsilon,
         delta=config.delta,
         threshold=threshold,
         status=status,
-        curve=curve if status == "sound" else None,
+        curve=curve if status == "sound" and not reports else None,
         independent=True,
+        gaussian=not reports,
         significance=significance,
     )
     facts = {
         "unit": unit,
         "observer": observer,
         "rounds": rounds,
-        "engine": staged.prepared.engine,
+        "engine": engine,
         "cpu_seconds": time.process_time() - began,
         "scores": {"included_mean": float(scores.included.mean()), "excluded_mean": float(scores.excluded.mean()),
                    "included_deviation": float(scores.included.std()), "excluded_deviation": float(scores.excluded.std())},

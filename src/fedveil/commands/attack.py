@@ -208,7 +208,7 @@ def audit(
         run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
     )
     campaign.save(run / "attacks", "audit", figures)
-    emit(figures, as_json, lambda: _show_audit(figures))
+    emit(figures, as_json, lambda: show_audit(figures))
     if code:
         raise typer.Exit(code)
 
@@ -278,7 +278,8 @@ def _show(results: dict[str, Any]) -> None:
             )
 
 
-def _show_audit(found: dict[str, Any]) -> None:
+def show_audit(found: dict[str, Any]) -> None:
+    """What an audit found, for people."""
     promised = "nothing finite" if found["epsilon_promised"] is None else figure(found["epsilon_promised"])
     print(
         f"{found['verdict'].upper()} ({found['status']} promise, {found['unit']} level, observer {found['observer']})"

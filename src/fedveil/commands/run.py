@@ -40,6 +40,13 @@ def run(
     track: Annotated[
         str | None, typer.Option(help="Also send every round to: tensorboard or mlflow.")
     ] = None,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Test the promise with canaries right after training; exit code 1 if a sound one is broken.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a recipe across clients and state what each observer may learn.
@@ -49,6 +56,8 @@ def run(
       fedveil run fed-cdp
 
       fedveil run fed-alpha-cdp-sound --set dataset=digits --set rounds=20 --out runs/first
+
+      fedveil run fed-cdp-sound --set rounds=20 --audit
 
       fedveil run my-study.toml --resume --out runs/study
     """
@@ -64,16 +73,35 @@ def run(
         before = open_run(out)
         refuse_foreign_code(before, trust_code)
         config = before.config
+    if audit and not config.built_recipe().private:
+        raise UserError(f"--audit: recipe '{config.recipe}' adds no noise, so there is no promise to test.")
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
     with _tracker(track, folder, config) as send:
         result = _with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
+    found, code = _audit(folder) if audit else (None, 0)
     if config.report:
         _write_report([folder], folder / "report.html")
     if as_json:
-        print(json.dumps(result))
-        return
-    _show(result)
+        print(json.dumps(result | ({"audit": found} if audit else {})))
+    else:
+        _show(result)
+        if found is not None:
+            from fedveil.commands.attack import show_audit
+
+            show_audit(found)
+    if code:
+        raise typer.Exit(code)
+
+
+def _audit(folder: Path) -> tuple[dict[str, Any], int]:
+    """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
+    from fedveil.attacks import campaign
+    from fedveil.commands.common import plain
+
+    figures, code = campaign.audit_run(folder)
+    campaign.save(folder / "attacks", "audit", figures)
+    return plain(figures), code
 
 
 def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:

@@ -7,6 +7,10 @@ Taps, by the papers' leakage types:
   type1            the client's update after local training, before its own clip and noise
   type0            the upload as the server receives it
   type0-sanitised  the same upload after the server's own clip and noise, taken alone
+
+LDP-FL's upload is one of two values per weight; it is shown as the change of the weights that it reports. Where
+parameters are shuffled the server gets no client's upload, only how many ones each weight has: then the mean over the
+round's clients is shown.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ import torch
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.keys import derive
-from fedveil.learning import noise
-from fedveil.learning.plan import LocalPlan
+from fedveil.learning import ldp, noise
+from fedveil.learning.plan import LocalPlan, LocalResult
 from fedveil.learning.promise import Round
 from fedveil.learning.reference import example_gradient
 from fedveil.learning.reference import train as reference_train
@@ -30,8 +34,10 @@ from fedveil.learning.round import (
     moment_of,
     noised_update,
     plan_of,
+    ranges_of,
     recipe_of,
     sanitise_update,
+    uploads_of,
     work_of,
 )
 from fedveil.models.layout import Layout
@@ -75,6 +81,10 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         work = type(work)(**{**work.__dict__, "rows": np.asarray(rows, np.int32)[None, :]})
     result = reference_train(task.module, state.weights, task.x, task.y, [work], plan)
     update, scale = result.delta[0], 0.0
+    if recipe.mechanism == "two-valued" and tap != "type1":
+        others = _others(task, state, now, client) if recipe.channel == "shuffle-parameters" else {}
+        update, scale = _reported(task, state, now, {client: update, **others})
+        return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
     if plan.noise != "none":
         scale = float(result.noise_scale[0]) * plan.learning_rate / plan.expected_batch * plan.steps**0.5
     if tap != "type1":
@@ -86,6 +96,43 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         key = derive(task.root, "server-noise", now.number)[:16]
         update = noised_update(recipe, now, update, key)
     return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
+
+
+def _others(task: Task, state: State, now: Round, client: int) -> dict[int, np.ndarray]:
+    """The updates of all other clients that may report in the round (every client, if the cohort is not full)."""
+    found = {}
+    for other in range(task.setting.clients):
+        if other != client:
+            plan = plan_of(task, now, other, len(np.asarray(task.rows(other))))
+            work = work_of(task, state, now, other)
+            found[other] = reference_train(task.module, state.weights, task.x, task.y, [work], plan).delta[0]
+    return found
+
+
+def result_of(updates: np.ndarray) -> LocalResult:
+    """Finished updates [K, P] as an engine would return them, without diagnostics."""
+    none = np.zeros(len(updates))
+    return LocalResult(
+        updates.astype(np.float32), np.ones(len(updates), bool), none, none[:, None], none[:, None], none, none,
+        none.astype(np.int64),
+    )  # fmt: skip
+
+
+def _reported(
+    task: Task, state: State, now: Round, updates: dict[int, np.ndarray]
+) -> tuple[np.ndarray, float]:
+    """The mean of the clients' two-valued reports as a change of the weights, and the deviation of its noise."""
+    clients = list(updates)
+    result = result_of(np.stack([updates[c] for c in clients]))
+    ranges, epsilon = ranges_of(state), float(now.epsilon or 0)
+    reports = [
+        ldp.decode(upload.bits, ranges, epsilon, task.layout)
+        for upload in uploads_of(task, now, state, clients, result)
+        if upload.bits is not None
+    ]
+    mean = np.mean(reports, axis=0)
+    spread = np.sqrt(ldp.variance(state.weights, ranges, epsilon, task.layout).mean() / len(reports))
+    return (mean - state.weights).astype(np.float32), float(spread)
 
 
 def _in_memory(
