@@ -68,9 +68,11 @@ def test_noise_over_movement_is_at_least_the_claimed_multiplier(name, changes):
     row = int(np.asarray(first.task.rows(0))[0])
     base = released(first, observer)
     moved = 0.0
-    for scale in (-1000.0, 0.0, 1000.0):
+    for scale in (-1000.0, 0.0, 1000.0, np.nan):
         x = first.task.x.copy()
-        x[row] = scale * x[row]  # a record that pulls as hard as it can, either way
+        x[row] = (
+            scale * x[row]
+        )  # a record that pulls as hard as it can, either way; one that breaks the arithmetic
         other = prepare(config)
         object.__setattr__(other.task, "x", x)
         change = released(other, observer) - base
@@ -102,6 +104,18 @@ def test_with_a_grid_only_its_multiples_leave(name):
     # The model is stored in float32, 24 bits: some 1e5 steps survive to about 1e-2 of a step.
     assert np.abs(steps - np.rint(steps)).max() < 0.1
     assert np.abs(steps).max() > 1000
+
+
+def test_a_record_that_is_not_a_number_ends_no_promise_and_is_counted():
+    config = load_config("fed-cdp-sound", [*BASE, "clip.bound=0.01", "sigma=1"])
+    run = prepare(config)
+    x = run.task.x.copy()
+    x[int(np.asarray(run.task.rows(0))[0])] = np.nan
+    object.__setattr__(run.task, "x", x)
+    following, facts, private = play_round(run, start(run.task, run.initial), np.arange(3))
+    assert private["diverged"] == 0 and private["skipped_examples"] == 1
+    assert "skipped_examples" not in facts  # it depends on data
+    assert np.isfinite(following.weights).all()
 
 
 def test_without_noise_the_movement_alone_would_be_seen():
