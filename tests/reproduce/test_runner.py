@@ -9,7 +9,7 @@ from fedveil.cli import build
 from fedveil.errors import UserError
 from fedveil.reproduce import jobs, render, runner
 from fedveil.reproduce.catalogue import find
-from fedveil.reproduce.cells import Cell, Entry, Epsilon, Train, changes, only
+from fedveil.reproduce.cells import Cell, Entry, Epsilon, Train, changes, key_of, only
 
 TINY = changes(clients=4, cohort_size=2, rounds=4, local_steps=3, batch_size=4, partition="iid", model="papers-mlp",
                report=False, learning_rate=0.05)  # fmt: skip
@@ -218,3 +218,27 @@ def test_fewer_victims_on_request_and_said_so():
     notes = {(p.job.dataset, p.job.victims, p.shrunk) for p in chosen.jobs}
     assert notes == {("lfw", 7, "victims 100 → 7"), ("mnist", 50, "victims 100 → 50")}
     assert all(not p.shrunk for p in runner.plan(entry, "paper").jobs)
+
+
+def test_a_figure_has_a_panel_per_kind_of_column_and_names_its_axes(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    runs = {
+        name: Train("non-private", "cancer", changes(rounds=rounds)) for rounds, name in enumerate("abcde", 1)
+    }
+    where = {"a": ("x, by clients", "50"), "b": ("x, by clients", "100"), "c": ("x, by rate", "0.1"),
+             "d": ("x, by rate", "0.5"), "e": ("x, without noise", "-")}  # fmt: skip
+    cells = tuple(Cell(*where[name], None, job, "accuracy") for name, job in runs.items())
+    figure = Entry("p9-fig1", "Test", cells, "It rises.", x="clients | rate")
+    chosen = runner.plan(figure, "paper")
+    done = {key_of(job, 0): {"result": {"accuracy": 0.5}, "seconds": 1} for job in runs.values()}
+    rows = runner.rows(chosen, done)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.extend(self.axes))
+    assert render.picture(chosen, rows, done, tmp_path, tmp_path / "f.png")
+    assert [(a.get_xlabel(), a.get_ylabel()) for a in drawn] == [
+        ("clients", "test accuracy"),
+        ("rate", "test accuracy"),
+    ]
+    assert all(len(a.get_lines()) == 2 for a in drawn)  # the line, and the level without noise
+    assert "prints no numbers" in render.summary(rows)

@@ -95,7 +95,9 @@ def leak_why(tap: str, recipe: str, change: Mapping[str, Any] = {}) -> tuple[str
     return tuple(why)
 
 
-def leak_cells(row: str, dataset: str, numbers: tuple[float, float], job: Attack, why: tuple[str, ...]) -> list[Cell]:
+def leak_cells(
+    row: str, dataset: str, numbers: tuple[float, float], job: Attack, why: tuple[str, ...]
+) -> list[Cell]:
     """Distance, iterations, success and labels of one attacked recipe on one dataset."""
     name = SHOWN[dataset]
     more = ("batch-3",) if job.batch > 1 else ()
@@ -118,7 +120,9 @@ def _table7() -> list[Cell]:
             for at, dataset in ((0, "mnist"), (2, "lfw")):
                 job = attack(recipe, dataset, at_tap, change=change)
                 why = leak_why(at_tap, recipe, change)
-                cells += leak_cells(f"{tap}, {recipe}{said}", dataset, (numbers[at], numbers[at + 1]), job, why)
+                cells += leak_cells(
+                    f"{tap}, {recipe}{said}", dataset, (numbers[at], numbers[at + 1]), job, why
+                )
     return cells
 
 

@@ -236,9 +236,24 @@ def _table3() -> list[Cell]:
                 job = attack(recipe, dataset, change=change)
                 row, name = f"{recipe}{said}", SHOWN[dataset]
                 cells += [
-                    Cell(row, f"{name} iterations", iterations, job, "iterations", ("inner-steps", "failed-budget"), 1),
+                    Cell(
+                        row,
+                        f"{name} iterations",
+                        iterations,
+                        job,
+                        "iterations",
+                        ("inner-steps", "failed-budget"),
+                        1,
+                    ),
                     Cell(row, f"{name} ASR", rate, job, "success_rate", ("threshold", *why)),
-                    Cell(row, f"{name} ASR at MSE<0.70", rate, job, "success_rate_papers", ("black-passes", *why)),
+                    Cell(
+                        row,
+                        f"{name} ASR at MSE<0.70",
+                        rate,
+                        job,
+                        "success_rate_papers",
+                        ("black-passes", *why),
+                    ),
                     Cell(row, f"{name} MSE", error, job, "mse", why, 4),
                 ]
     return cells

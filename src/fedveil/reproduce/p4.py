@@ -80,8 +80,8 @@ def entries() -> list[Entry]:
         Entry("p4-fig3", "Accuracy by number of clients", tuple(third),
               "With more clients LDP-FL nears the accuracy without noise.", x="clients"),
         Entry("p4-fig4", "Accuracy by fraction of clients and rounds", tuple(fourth),
-              "More clients and more rounds help; CIFAR-10 needs most.", x="fraction, rounds"),
+              "More clients and more rounds help; CIFAR-10 needs most.", x="fraction of clients | rounds"),
         Entry("p4-fig5", "Accuracy by ε and by range", tuple(fifth),
               "Flat above ε = 0.3 (MNIST), 2 (Fashion-MNIST), 5 (CIFAR-10); no fixed range works on CIFAR-10.",
-              x="ε or r"),
+              x="ε per weight | ε per weight | ε per weight | radius"),
     ]  # fmt: skip

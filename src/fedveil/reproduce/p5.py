@@ -97,19 +97,18 @@ def _table6() -> list[Cell]:
     cells = []
     headings = ("TPR at 1%", "accuracy", "AUC")
     measures = ("tpr_at_1pct", "balanced_accuracy", "auc")
-    ours = {"shokri": "shokri", "lira": "lira-offline", "canary": "lira-online"}
+    ours = {"shokri": "shokri", "lira": "lira-online", "canary": "canary"}
     for attack, rows in TABLE_6.items():
-        missing: tuple[str, ...] = ("canary-missing",) if attack == "canary" else ()
         plain = Inference("membership", udp("non-private", "cifar10", None))
         for heading, measure, paper in zip(headings, measures, NON_PRIVATE_6[attack], strict=True):
             cells.append(Cell(f"{attack}, non-private", heading, paper, plain, f"{ours[attack]}.{measure}",
-                              (*missing, "resnet-gn")))  # fmt: skip
+                              ("resnet-gn",)))  # fmt: skip
         for e, row in zip(EPSILONS, rows, strict=True):
             for (name, recipe), numbers in zip(MECHANISMS.items(), row, strict=True):
                 job = Inference("membership", udp(recipe, "cifar10", e))
                 for heading, measure, paper in zip(headings, measures, numbers, strict=True):
                     cells.append(Cell(f"{attack}, {name}, ε={e}", heading, paper, job, f"{ours[attack]}.{measure}",
-                                      (*missing, *why(name, "cifar10"))))  # fmt: skip
+                                      why(name, "cifar10")))  # fmt: skip
     return cells
 
 
@@ -132,13 +131,14 @@ def _table7() -> list[Cell]:
 
 def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float, float], heads: tuple[str, str],
                 measures: tuple[str, str], extra: tuple[str, ...]) -> list[Cell]:  # fmt: skip
-    first = Inference(kind, udp("non-private", dataset, None))
+    pool = 4000 if kind == "decoder" else 1000
+    first = Inference(kind, udp("non-private", dataset, None), pool=pool)
     cells = [
         Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
     ]
     for e, printed in table.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
-            job = Inference(kind, udp(recipe, dataset, e))
+            job = Inference(kind, udp(recipe, dataset, e), pool=pool)
             cells += [
                 Cell(f"{name}, ε={e}", h, p, job, m, (*extra, *why(name)))
                 for h, m, p in zip(heads, measures, numbers, strict=True)
@@ -152,8 +152,16 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: Any) 
             for name, recipe in MECHANISMS.items()}  # fmt: skip
     runs[f"{SHOWN[dataset]}, none"] = (udp("non-private", dataset, None, **more), ())
     measure = "rmse" if dataset == "wind" else "accuracy"
+    more_why = ("wind-delta",) if dataset == "wind" else ()
     return [
-        Cell(row, f"round {r}", None, job, f"{measure}@{r}", ("no-numbers", *reasons))
+        Cell(
+            row,
+            f"round {r}",
+            None,
+            job,
+            f"{measure}@{r}",
+            ("no-numbers", *reasons, *(more_why if reasons else ())),
+        )
         for row, (job, reasons) in runs.items()
         for r in columns
     ]
@@ -173,11 +181,11 @@ def _figures() -> list[Entry]:
         for n in (50, 100, 150, 200):
             batch = max(2, round(settings.UDP[d]["batch_size"] * 10 / n))
             job = udp("udp-fl-staircase", d, 5.0, clients=n, cohort_size=n // 10, batch_size=batch)
-            third.append(Cell(f"{SHOWN[d]}, Staircase", f"{n} clients", None, job, "accuracy",
+            third.append(Cell(f"{SHOWN[d]}, by clients", f"{n} clients", None, job, "accuracy",
                               ("no-numbers", *why("Staircase"))))  # fmt: skip
         for q in (0.01, 0.05, 0.1, 0.5):
             job = udp("udp-fl-staircase", d, 5.0, batch_size=round(settings.UDP[d]["batch_size"] * q / 0.05))
-            third.append(Cell(f"{SHOWN[d]}, Staircase", f"sampling rate {q}", None, job, "accuracy",
+            third.append(Cell(f"{SHOWN[d]}, by sampling rate", f"rate {q}", None, job, "accuracy",
                               ("no-numbers", *why("Staircase"))))  # fmt: skip
     by_epsilon: dict[str, list[Cell]] = {"none": [], "shuffle-models": []}
     for channel, cells in by_epsilon.items():
@@ -197,7 +205,7 @@ def _figures() -> list[Entry]:
         Entry("p5-fig2", "CIFAR-10 at ε = 2 and 8", tuple(second),
               "At ε = 2 Gaussian is better, at ε = 8 Staircase.", x="round", curve="accuracies"),
         Entry("p5-fig3", "Number of clients and sampling rate", tuple(third),
-              "More clients: slower; higher sampling rate: faster.", x="clients or rate"),
+              "More clients: slower; higher sampling rate: faster.", x="clients (10% per round) | sampling rate"),
         Entry("p5-fig4", "Accuracy by ε", tuple(by_epsilon["none"]), "Staircase is best and rises with ε.", x="ε"),
         Entry("p5-fig5", "Wind power with SCAFFOLD", tuple(fifth), "Staircase is better on few epochs.",
               x="round", curve="accuracies"),

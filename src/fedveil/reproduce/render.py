@@ -91,6 +91,11 @@ def name_of(entry: Entry) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """How many numbers come out."""
     compared = [row for row in rows if row.difference is not None]
+    if all(row.paper is None for row in rows):
+        have = sum(row.ours is not None for row in rows)
+        return (
+            f"The figure prints no numbers: its statement is compared. {have} of {len(rows)} values of ours."
+        )
     matching = sum(bool(row.matches) for row in compared)
     missing = sum(row.ours is None for row in rows)
     fitted = sum(bool(row.matches and row.fitted) for row in compared)
@@ -145,11 +150,61 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
     return True
 
 
+_MEASURED = {"accuracy": "test accuracy", "rmse": "test RMSE", "norm": "mean L2 norm of gradients",
+             "deviation": "deviation of the noise", "ssim": "SSIM of the attack"}  # fmt: skip
+Line = tuple[list[Any], list[float]]
+
+
 def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], path: Path) -> bool:
+    """Curves over rounds, or lines over the columns: a panel for each set of columns and, if crowded, each dataset."""
     from matplotlib.figure import Figure
 
     entry = chosen.entry
-    series: dict[str, tuple[list[Any], list[float]]] = {}
+    series = {name: line for name, line in _series(chosen, rows, done).items() if line[0]}
+    if not series:
+        return False
+    levels = {name: ys[0] for name, (xs, ys) in series.items() if len(xs) == 1 and len(series) > 1}
+    crowded = len(series) > 6
+    panels: dict[tuple[str, tuple[Any, ...]], dict[str, Line]] = {}
+    for name, (xs, ys) in series.items():
+        if name not in levels:
+            place = (_group(name) if crowded else "", () if entry.curve else tuple(xs))
+            panels.setdefault(place, {})[name] = (xs, ys)
+    if not panels:
+        panels = {("", ()): {name: line for name, line in series.items()}}
+        levels = {}
+    wide = min(3, len(panels))
+    tall = -(-len(panels) // wide)
+    figure = Figure(figsize=(max(7.0, 4.6 * wide), 4.2 * tall), layout="constrained")
+    figure.suptitle(f"{entry.title} ({chosen.scale} scale)")
+    kinds = dict.fromkeys(_MEASURED.get(c.measure.partition("@")[0], c.measure) for c in entry.cells)
+    names = [name.strip() for name in entry.x.split("|")]
+    axes = list(figure.subplots(tall, wide, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for number, ((_, columns), lines) in enumerate(panels.items()):
+        axis = axes[number]
+        for name, (xs, ys) in lines.items():
+            axis.plot(xs, ys, marker="o", markersize=3, linewidth=1.3, label=name)
+        for name, level in levels.items():
+            if any(_group(name) == _group(other) for other in lines):
+                axis.axhline(level, color="0.4", linestyle="--", linewidth=1, label=name)
+        wordy = columns and max(len(str(x)) for x in columns) > 6
+        axis.tick_params(axis="x", rotation=30 if wordy else 0)
+        axis.set(xlabel=names[min(number, len(names) - 1)], ylabel=" / ".join(kinds))
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _group(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _series(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]) -> dict[str, Line]:
+    entry = chosen.entry
+    series: dict[str, Line] = {}
     planned = {p.printed: p for p in chosen.jobs}
     if entry.curve:
         for cell in entry.cells:
@@ -157,21 +212,10 @@ def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]
             name = "rmses" if cell.measure.startswith("rmse") else entry.curve
             points = [(r, v) for r, v in line.get("result", {}).get(name, ()) if v is not None]
             series[cell.row] = ([r for r, _ in points], [v for _, v in points])
-    else:
-        for row in rows:
-            if row.ours is not None:
-                xs, ys = series.setdefault(row.row, ([], []))
-                xs.append(row.column)
-                ys.append(row.ours)
-    series = {name: points for name, points in series.items() if points[0]}
-    if not series:
-        return False
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes = figure.subplots()
-    for name, (xs, ys) in series.items():
-        axes.plot(xs, ys, marker="o", markersize=3, linewidth=1.3, label=name)
-    axes.set(xlabel=entry.x, title=entry.title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=110)
-    return True
+        return series
+    for row in rows:
+        if row.ours is not None:
+            xs, ys = series.setdefault(row.row, ([], []))
+            xs.append(row.column)
+            ys.append(row.ours)
+    return series
