@@ -35,7 +35,9 @@ def reproduce(
     ] = "",
     victims: Annotated[
         str,
-        typer.Option(help="Fewer victims for the attacks at paper scale, e.g. 32 or lfw=32,cifar10=16 (default: 100)."),
+        typer.Option(
+            help="Fewer victims for the attacks at paper scale, e.g. 32 or lfw=32,cifar10=16 (default: 100)."
+        ),
     ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished cells; do only the rest.")] = False,
     as_json: JsonFlag = False,
@@ -80,7 +82,7 @@ def reproduce(
         raise typer.Exit(130) from None
     rows = runner.rows(chosen, done)
     page = out / f"{'-'.join((entry.id, *words))}.md"
-    page.write_text(render.markdown(chosen, rows, command, _about(chosen, done)), "utf-8")
+    page.write_text(render.markdown(chosen, rows, command, _about()), "utf-8")
     drawn = entry.is_figure and render.picture(chosen, rows, done, out, out / f"{entry.id}.png")
     data: dict[str, Any] = {
         "id": entry.id, "title": entry.title, "scale": scale, "seeds": seeds, "statement": entry.statement,
@@ -96,18 +98,17 @@ def _counts(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.rpartition("=")
         if not number.isdigit() or int(number) < 1:
-            raise UserError(f"--victims {text}: '{part}' is not a number or dataset=number, e.g. 32 or lfw=32.")
+            raise UserError(
+                f"--victims {text}: '{part}' is not a number or dataset=number, e.g. 32 or lfw=32."
+            )
         found[name.strip()] = int(number)
     return found
 
 
-def _about(chosen: Any, done: dict[str, dict[str, Any]]) -> dict[str, str]:
+def _about() -> dict[str, str]:
     import fedveil
-    from fedveil.reproduce.cells import key_of
 
-    lines = [done[key] for job, seed in chosen.runs if (key := key_of(job, seed)) in done]
-    return {"fedveil": str(getattr(fedveil, "__version__", "")),
-            "jobs took": _duration(sum(line["seconds"] for line in lines))}  # fmt: skip
+    return {"fedveil": str(getattr(fedveil, "__version__", ""))}
 
 
 def _list(as_json: bool) -> None:

@@ -182,6 +182,8 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
         value = jobs.measure(cell.measure, line["result"], planned.job, planned.printed)
         if value is not None:
             values.append(value)
+        elif cell.measure.startswith(("rounds_to:", "iterations_to:", "spent_to:", "fixed_variance:")):
+            why = (f"never reached in {line['result']['rounds']} rounds", *why)
         extra = line["result"].get("extra_steps")
         fitted = bool(extra)
         if extra:
