@@ -83,7 +83,7 @@ def attack_membership(
         "kind": "membership",
         "method": headline,
         **asdict(found[headline]),
-        "methods": {name: {k: v for k, v in asdict(r).items() if k != "roc"} for name, r in found.items()},
+        "methods": {name: asdict(r) for name, r in found.items()},
         "shadows": shadows_count,
         "pool": len(pool.rows),
         "attacker": "knows the recipe and all training rows outside the pool; shadows use the same recipe",

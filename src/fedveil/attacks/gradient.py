@@ -38,10 +38,10 @@ Distance = Literal["squared", "balanced", "cosine"]
 Watch = Callable[[Tensor, Tensor, Tensor], None]
 """(victims, images, iteration of each): measurement only"""
 
-SOLVED = 3e-6  # matching loss relative to the leak's own size below which a victim counts as solved
+SOLVED = 3e-7  # matching loss relative to the leak's own size below which a victim counts as solved
 STALL = 2e-3  # a victim whose loss fell by less than this share in 20 steps has ended; solvable ones fall by 8% and more
 STALL_NOISY = 1e-2  # the same against noise, where the rest is fitting the noise
-NEAR = 2e-5  # below this another start would not help: the image is there, only not polished
+NEAR = 2e-6  # below this another start would not help: the image is there, only not polished
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 
