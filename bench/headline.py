@@ -164,19 +164,19 @@ def walk(path: Path) -> None:
 
 
 def show(path: Path) -> None:
-    """The table in Markdown: mean ± standard deviation over seeds."""
+    """The table in Markdown: mean ± standard deviation over seeds; (n) where only n seeds were run."""
     done = read(path)
     budgets = (0.3, 0.823, 2.0, 8.0, 0.0)
     print("| dataset | observer | clients | ε ≤ 0.3 | ε ≤ 0.823 | ε ≤ 2 | ε ≤ 8 | no noise | seeds |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for dataset, letter, clients, _ in CASES:
-        cells, counts = [], []
+    for dataset, letter, clients, seeds in CASES:
+        cells = []
         for budget in budgets:
             found = [r["accuracy"] for k, r in done.items() if k[:4] == (dataset, letter, clients, budget)]
-            counts.append(len(found))
             spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
+            spread += f" ({len(found)})" if len(found) < seeds else ""
             cells.append(f"{statistics.mean(found):.4f}{spread}" if found else "not run")
-        print(f"| {dataset} | {letter} | {clients} | {' | '.join(cells)} | {max(counts)} |")
+        print(f"| {dataset} | {letter} | {clients} | {' | '.join(cells)} | {seeds} |")
 
 
 def main() -> None:
