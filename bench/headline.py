@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +148,21 @@ def do(path: Path, *name: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def walk(path: Path) -> None:
-    """Every variant for both observers, three seeds each; then the table."""
-    for letter in "BA":
+def walk(path: Path, letters: Sequence[str]) -> None:
+    """Every variant for these observers, three seeds each; then the table."""
+    for letter in letters:
         for variant in VARIANTS:
             for seed in range(3):
                 do(path, "mnist", letter, 100, 0.823, seed, variant)
     done = read(path)
     print("| one choice changed | B | A, 100 clients |\n|---|---|---|")
     for variant in VARIANTS:
-        means = [
-            statistics.mean(r["accuracy"] for k, r in done.items() if k[1] == letter and k[5] == variant)
-            for letter in "BA"
-        ]
-        print(f"| {variant} | {means[0]:.4f} | {means[1]:.4f} |")
+        cells = []
+        for letter in "BA":
+            found = [r["accuracy"] for k, r in done.items() if k[1] == letter and k[5] == variant]
+            few = f" ({len(found)})" if len(found) < 3 else ""
+            cells.append(f"{statistics.mean(found):.4f}{few}" if found else "not run")
+        print(f"| {variant} | {' | '.join(cells)} |")
 
 
 def show(path: Path) -> None:
@@ -185,14 +187,17 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument(
-        "--only", nargs="*", default=[], help="dataset[:observer[:clients[:epsilon]]], several allowed"
+        "--only",
+        nargs="*",
+        default=[],
+        help="dataset[:observer[:clients[:epsilon]]], several allowed; with --path: A or B",
     )
     parser.add_argument("--seeds", type=int, default=20, help="at most so many of each case")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--path", action="store_true")
     given = parser.parse_args()
     if given.path:
-        walk(given.results)
+        walk(given.results, given.only or "BA")
         return
     if given.show:
         show(given.results)
