@@ -1,6 +1,6 @@
 """The headline table: planned runs on every dataset, observer and budget, over several seeds.
 
-    FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.headline --results headline.jsonl [--only mnist:B:0.823] …
+    FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.headline --results headline.jsonl [--only mnist:B:100:0.823] …
     python -m bench.headline --results headline.jsonl --show        prints docs/headline.md's table
     python -m bench.headline --results path.jsonl --path            one choice changed at a time (MNIST, epsilon 0.823)
 
