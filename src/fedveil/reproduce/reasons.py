@@ -42,8 +42,8 @@ REASONS: dict[str, str] = {
     "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
     "inner-steps": "ours counts every quasi-Newton step; an iteration of the common L-BFGS optimiser is up to 20 of them, "
     "which the papers probably count as one",
-    "failed-budget": "a victim that is not rebuilt counts with the whole budget (300 steps; 1,000 for colour), although the "
-    "attack may end earlier, when its loss no longer falls",
+    "failed-budget": "a victim that is not rebuilt counts with the whole budget (300 steps, LFW 1,000, CIFAR-10 2,500), although "
+    "the attack may end earlier, when its loss no longer falls",
     "same-exposure": "the recipe leaves each example's gradient as it is: one job stands for all such recipes",
     "noise-swamps": "the noise is far above the gradient in every coordinate: nothing comes back, not even the label. Images are "
     "clamped to [0, 1] before they are measured, so a failed attack cannot be further off than about 0.7 (MNIST) or 0.55 (LFW)",
