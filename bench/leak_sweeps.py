@@ -97,8 +97,11 @@ def page(lines: dict[str, dict[str, Any]], seed: int) -> str:
         m: max((s for s in PRUNED if lines[f"pruning|{m}|{s}"]["success_rate"] >= 0.5), default=0.0)
         for m in ("cpl", "veil")
     }
-    out += ["", f"`cpl` still rebuilds most victims with {most['cpl']:.0%} pruned, `veil`, which leaves the dropped coordinates out, with "
-            f"{most['veil']:.0%}; the paper says that pruning helps beyond 40% on MNIST. Labels leak at every share."]  # fmt: skip
+    found = (
+        f"`cpl` still rebuilds most victims with {most['cpl']:.0%} pruned, `veil` with {most['veil']:.0%} "
+    )
+    found += "(both leave the dropped coordinates out of the comparison); the paper says that pruning helps beyond 40% on "
+    out += ["", found + "MNIST. Labels leak at every share."]
     blind = [
         size for size, _ in BATCHES if lines[f"batch|{size}"]["rmse"] >= lines[f"batch|{size}"]["mean_rmse"]
     ]
@@ -110,8 +113,8 @@ def page(lines: dict[str, dict[str, Any]], seed: int) -> str:
         out.append(f"| {size} | {r['victims']} | {r['success_rate']:.2f} | {r['label_accuracy']:.2f} | {r['rmse']:.3f} | "
                    f"{r['ssim']:.2f} | {r['mean_rmse']:.3f} | {r['cpu_seconds_per_victim']:.1f} |")  # fmt: skip
     if blind:
-        out += ["", f"From {blind[0]} images on the mean image of public data is nearer to the truth than what the attack finds; the labels of the whole "
-                "batch are still inferred."]  # fmt: skip
+        nearer = f"From {blind[0]} images on the mean image of public data is nearer to the truth than what the attack finds"
+        out += ["", nearer + "; the labels of the whole batch are still inferred."]
     return "\n".join([*out, ""])
 
 
