@@ -146,22 +146,21 @@ def reporting(epsilon=1.0, channel="none", **changes):
 
 
 @pytest.mark.parametrize("channel", ["none", "shuffle-parameters"])
-def test_reports_with_twice_the_epsilon_are_caught_and_honest_ones_are_not(channel):
-    """4,000 weights. Without shuffling TPR is 0.731 by the promise, 0.881 if epsilon is doubled: 30 deviations apart."""
+@pytest.mark.parametrize("practised", [2.0, 20.0])
+def test_reports_with_a_larger_epsilon_are_caught_and_honest_ones_are_not(channel, practised):
+    """4,000 weights. TPR is 0.731 by the promise, 0.881 if epsilon is doubled: 30 deviations apart. Epsilon 20 is no
+    noise at all. Reports are judged before a shuffler, against the epsilon that its theorem starts from."""
     right, facts = audit(reporting(channel=channel), canaries=4000, seed=1)
-    assert facts["unit"] == "reported-weight" and right.verdict != "promise broken" and right.exit_code == 0
-    assert right.epsilon_lower <= right.epsilon_promised
-    wrong, _ = audit(
-        reporting(channel=channel),
-        practice=reporting(4.0 if channel != "none" else 2.0, channel),
-        canaries=4000,
-        seed=1,
+    assert facts["unit"] == "reported-weight" and right.exit_code == 0
+    assert (
+        right.epsilon_promised == pytest.approx(1.0) and 0.8 < right.epsilon_lower <= right.epsilon_promised
     )
-    assert wrong.epsilon_lower > right.epsilon_lower
-    if channel == "none":
-        assert right.epsilon_promised == pytest.approx(1.0) and right.epsilon_lower > 0.8
-        assert right.verdict == "promise holds"
-        assert wrong.verdict == "promise broken" and wrong.exit_code == 1
+    assert right.verdict == "promise holds"
+    wrong, _ = audit(
+        reporting(channel=channel), practice=reporting(practised, channel), canaries=4000, seed=1
+    )
+    assert wrong.epsilon_lower > 1.0
+    assert wrong.verdict == "promise broken" and wrong.exit_code == 1
 
 
 def test_randomised_response_is_not_accused_by_bounds_that_assume_a_gaussian_curve():

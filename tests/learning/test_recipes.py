@@ -150,6 +150,7 @@ def test_dropping_coordinates_before_the_noise_of_a_sum_is_refused():
         ("random-noise", {"grid": 1e-6}, "clip.kind"),
         ("fed-alpha-cdp", {"grid": 1e-6}, "from the batch"),
         ("median-clip", {"grid": 1e-6}, "from the batch"),
+        ("fed-cdp-sound", {"grid": 1e-14}, "fraction"),
         ("fed-cdp-sound", {"grid": 0.1}, "fraction"),
         ("fed-cdp-sound", {"grid": -1e-6}, "fraction"),
         ("fed-cdp-sound", {"grid": float("nan")}, "fraction"),

@@ -149,11 +149,12 @@ def audit_run(
 ) -> tuple[dict[str, Any], int]:
     """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code)."""
     run = store.open_run(path)
+    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds  # a spent budget ends a run early
     found, facts = canaries.audit(
         run.config,
         ledger=run.ledger(),
         canaries=canaries_count,
-        rounds=rounds,
+        rounds=min(rounds or played, played),
         seed=seed,
         significance=significance,
     )

@@ -282,53 +282,39 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
     return Scores(values[chosen], values[~chosen]), threshold
 
 
-def report_scores(
-    executed: Prepared, promise: Prepared, canaries: int, rounds: int, seed: int
-) -> tuple[Scores, float]:
-    """LDP-FL: weights that a coin puts at the upper or the lower end of their range, and what the server gets of them.
+def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> Scores:
+    """LDP-FL: weights that a coin puts far above or far below their range, and the bits reported for them.
 
     Each weight of a round is one canary of the first client in the cohort: its report is made by the client's own code with
-    its own key, and independent of all others. Without parameter shuffling the score is the reported bit; with it, the
-    number of ones among the cohort, in which everybody else is at the lower end. The threshold follows from the
-    promised epsilon alone: half a report above what the others send.
+    its own key, and independent of all others. Bits are read as they leave the client: a shuffler's amplification is a
+    theorem about such reports, and what reaches the server, counts over the cohort, would hide a report without noise.
     """
     task, layout = executed.task, executed.task.layout
-    shuffled = task.recipe.channel == "shuffle-parameters"
     draw = generator(seed, "canaries")
-    high, low, total = [], [], 0
+    high: list[np.ndarray] = []
+    low: list[np.ndarray] = []
     state = start(task, executed.initial)
-    threshold = 0.5
     for index in range(rounds):
         state = replace(state, round=index)
-        now, meant = moment_of(task, state), moment_of(promise.task, state)
-        cohort = cohort_of(executed, now.number)
-        if not len(cohort):
+        now = moment_of(task, state)
+        client = cohort_of(executed, now.number)[:1].tolist()
+        if not client:
             continue
         centre, radius = ldp.per_weight(ranges_of(state), layout)
         up = np.zeros(layout.size, bool)
         up[draw.permutation(layout.size)[: layout.size // 2]] = True
-        clients = cohort if shuffled else cohort[:1]
-        ends = np.stack(
-            [np.where(up & (k == 0), centre + radius, centre - radius) for k in range(len(clients))]
-        )
-        uploads = uploads_of(task, now, state, clients.tolist(), result_of(ends - state.weights))
-        ones = sum(
-            np.unpackbits(u.bits, count=layout.size).astype(int) for u in uploads if u.bits is not None
-        )
-        others = (len(clients) - 1) / (1 + math.exp(float(meant.epsilon or 0)))
-        threshold = 0.5 + (round(others) if shuffled else 0)
-        seen = np.asarray(ones)
-        high.append(seen[up])
-        low.append(seen[~up])
-        total += layout.size
-        if total >= canaries:
+        ends = np.where(up, centre + 10 * radius, centre - 10 * radius)[None]
+        (upload,) = uploads_of(task, now, state, client, result_of(ends - state.weights))
+        assert upload.bits is not None
+        bits = np.unpackbits(upload.bits, count=layout.size).astype(float)
+        high.append(bits[up])
+        low.append(bits[~up])
+        if len(high) * layout.size >= canaries:
             break
     if not high:
         raise UserError("no client reports in these rounds: nothing can be audited.")
     most = max(1, canaries // 2)
-    return Scores(
-        np.concatenate(high)[:most].astype(float), np.concatenate(low)[:most].astype(float)
-    ), threshold
+    return Scores(np.concatenate(high)[:most], np.concatenate(low)[:most])
 
 
 def _everyone(prepared: Prepared) -> float:
@@ -397,8 +383,11 @@ def audit(
         epsilon, status, curve = promised(ledger, observer, unit, config.delta)
     executed = prepare(practice) if practice else base
     if reports:
-        scores, threshold = report_scores(executed, base, canaries, rounds, seed)
+        scores, threshold = report_scores(executed, canaries, rounds, seed), 0.5
         engine = "reports of the client's own code"
+        if base.task.recipe.channel == "shuffle-parameters" and status == "sound":
+            epsilon = moment_of(base.task, start(base.task, base.initial)).epsilon
+            engine += ", before the shuffler: what its theorem starts from"
     else:
         staged = stage(executed, canaries, seed)
         scores, threshold = score(staged, base, rounds)

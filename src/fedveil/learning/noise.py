@@ -35,8 +35,8 @@ normal has at most 2**63 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11
 <= 22.19 (mass 2.3e-10), and the low bits of a float sum can carry information about the addends. The
 radius is never 0 (at least 2.1e-5); cosine and sine are right to 1e-7. The `grid` option closes that gap:
 the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`snapped_sum`, counted by
-`snapped_multiplier`); then every output is possible for every neighbour and the law holds up to a relative
-error of 2**-48 per coordinate.
+`snapped_multiplier`); then every output is possible for every neighbour and the law holds up to a total
+variation of some 1e-17 per coordinate.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: i
     """Integers (int64) of the discrete Gaussian law P(y) proportional to e^(-y^2 / (2 sigma^2)).
 
     Rejection from a discrete Laplace of scale t = a power of two >= sigma (Canonne, Kamath, Steinke):
-    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so every
-    probability is right to a relative 2**-48 and |y| <= 45 t. Two blocks per candidate and attempt.
+    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so the law
+    is right to a total variation of some 1e-17, and |y| <= 45 t. Two blocks per candidate and attempt.
     """
     _power_above(sigma)
     if _native is not None:

@@ -77,7 +77,7 @@ class Recipe:
     noise), "mean" (noise of that scale on the mean).
     sampling: how a client draws batches; cohort: how a round draws clients.
     grid: 0, or the spacing of the grid on which the Gaussian noise lives, as a fraction of the clip bound (1e-6): the
-    sum is rounded to it and gets discrete Gaussian noise. The promise then holds for the very numbers that are
+    sum is rounded to it and gets discrete Gaussian noise. The promise then covers the rounding of what is
     sent, at a slightly larger epsilon (`spacing`, `learning.noise.snapped_multiplier`).
     """
 
@@ -215,13 +215,14 @@ def check(recipe: Recipe) -> None:
 
 
 COARSEST = 1e-3
+FINEST = 1e-12  # sums in steps of the grid stay far below 2**53, where float64 would round them again
 NARROWEST = 10.0  # grid steps in one standard deviation
 
 
 def _check_grid(recipe: Recipe, refuse: Callable[[str], None]) -> None:
-    if not 0 < recipe.grid <= COARSEST:
+    if not FINEST <= recipe.grid <= COARSEST:
         refuse(
-            f"grid = {recipe.grid:g} is the grid's spacing as a fraction of the clip bound: above 0, at most {COARSEST:g}; "
+            f"grid = {recipe.grid:g} is the grid's spacing as a fraction of the clip bound: {FINEST:g} to {COARSEST:g}; "
             "1e-6 costs next to nothing"
         )
     if recipe.mechanism != "gaussian":

@@ -310,7 +310,9 @@ def sanitise_update(
     if recipe.clip.of == "weights":
         if start is None:
             raise ValueError("clip.of = weights needs the start weights")
-        update = clip_update(start + update, now.bounds[0], recipe, task.layout) - start
+        # In float64: beside large weights float32 would round by more than the bound allows.
+        wide = start.astype(np.float64)
+        update = clip_update(wide + update, now.bounds[0], recipe, task.layout) - wide
     elif recipe.target == "update" and recipe.clip.kind != "none":
         update = clip_update(update, now.bounds[0], recipe, task.layout)
     if recipe.where == "client":
@@ -321,7 +323,7 @@ def sanitise_update(
         update = drop_smallest(update, recipe.prune)
     if recipe.share < 1:
         update = share_some(update, recipe, generator(task.root, "share", now.number, client))
-    return update
+    return update.astype(np.float32, copy=False)
 
 
 def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout) -> np.ndarray:

@@ -210,9 +210,13 @@ def _ranges(front: FrontEnd) -> tuple[list[float], list[float]]:
         low, high = ([float(v) for v in text.split("+") if text] for text in (front.low, front.high))
     except ValueError:
         raise UserError(f"{where}: write one number for each column, as 9.71+185.2") from None
-    if len(low) != len(high) or not all(a < b < math.inf for a, b in zip(low, high, strict=True)):
-        raise UserError(f"{where}: give as many low as high values, each low below its high")
-    if front.scale == "log" and not (low and min(low) > 0):
+    # As float32, in which rows are scaled: ends that fall together or overflow there would make every row NaN.
+    ends = np.array([low, high], np.float32) if len(low) == len(high) else np.array([[0], [0]], np.float32)
+    if not (np.isfinite(ends).all() and (ends[0] < ends[1]).all()):
+        raise UserError(
+            f"{where}: give as many low as high values, finite, each low below its high (in float32)"
+        )
+    if front.scale == "log" and not (low and ends[0].min() > 0):
         raise UserError(f"{where}: scale = log needs ranges above 0")
     return low, high
 
