@@ -12,11 +12,11 @@ cmake --build "$work/build" -j "${JOBS:-1}" > "$work/build.log" || { cat "$work/
 # A copy of the package with the checked build in it, before any installed one.
 mkdir "$work/package"
 cp -r "$root/src/fedveil" "$work/package/fedveil"
-rm -f "$work/package/fedveil/"_native*
-cp "$work/build/"_native*.so "$work/package/fedveil/"
+rm -f "$work/package/fedveil/"_native* "$work/package/fedveil/"_leak*
+cp "$work/build/"_native*.so "$work/build/"_leak*.so "$work/package/fedveil/"
 cat > "$work/package/conftest_sanitized.py" <<'PYTHON'
-from fedveil import _native
-assert "/package/fedveil/" in _native.__file__, _native.__file__
+from fedveil import _leak, _native
+assert all("/package/fedveil/" in module.__file__ for module in (_leak, _native))
 PYTHON
 compiler=${CXX:-c++}
 cd "$root"
@@ -24,5 +24,5 @@ cd "$root"
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so) $($compiler -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH="$work/package" OMP_NUM_THREADS=1 \
-  "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/learning/test_native.py tests/learning/test_noise.py "$@"
+  "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/learning/test_native.py tests/learning/test_noise.py tests/attacks/test_matching.py "$@"
 echo "AddressSanitizer and UndefinedBehaviorSanitizer: clean"

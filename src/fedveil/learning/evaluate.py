@@ -14,14 +14,14 @@ def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 
     load(module, weights)
     module.eval()
     # Channels last and batches that stay in the cache: convolutions take less than half the time.
-    module.to(memory_format=torch.channels_last)
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.no_grad():
             parts = [
                 module(_images_last(torch.as_tensor(x[at : at + batch]))) for at in range(0, len(x), batch)
             ]
     finally:
-        module.to(memory_format=torch.contiguous_format)
+        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     return torch.cat(parts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy import special
@@ -66,8 +67,13 @@ def binary_epsilon(epsilon0: float, clients: int, delta: float) -> float:
         if _hockey(p, q, worst) > delta and worst < epsilon0:
             if _hockey(p, q, epsilon0) >= delta:
                 return epsilon0
-            worst = float(_root(lambda e, p=p, q=q: _hockey(p, q, e) - delta, worst, epsilon0, xtol=1e-12))
+            excess = partial(_excess, p, q, delta)
+            worst = float(_root(excess, worst, epsilon0, xtol=1e-12))
     return worst
+
+
+def _excess(p: np.ndarray, q: np.ndarray, delta: float, epsilon: float) -> float:
+    return _hockey(p, q, epsilon) - delta
 
 
 def binary_renyi(epsilon0: float, clients: int, order: float) -> float:
