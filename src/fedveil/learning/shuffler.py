@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -387,6 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for ending in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it in the background, deaf to SIGINT
+        signal.signal(ending, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options.listen, mixer, server_key))
     return 0
