@@ -32,11 +32,11 @@ class LocalGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SERVER
 
     def set_run(self, run: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("flwr sets runs on its own grid; nothing here calls this")
 
     @property
     def run(self) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("a grid in memory has no run of a SuperLink")
 
     def create_message(
         self,
