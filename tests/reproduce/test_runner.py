@@ -9,7 +9,7 @@ from fedveil.cli import build
 from fedveil.errors import UserError
 from fedveil.reproduce import jobs, render, runner
 from fedveil.reproduce.catalogue import find
-from fedveil.reproduce.cells import Cell, Entry, Epsilon, Train, changes, key_of, only
+from fedveil.reproduce.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
 
 TINY = changes(clients=4, cohort_size=2, rounds=4, local_steps=3, batch_size=4, partition="iid", model="papers-mlp",
                report=False, learning_rate=0.05)  # fmt: skip
@@ -98,7 +98,9 @@ def test_an_interrupt_says_how_to_continue(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jobs, "_train", stopped)
-    shown = call("p3-table6", "--scale", "paper", "--only", "cancer", "--out", str(tmp_path))
+    shown = call(
+        "p3-table6", "--scale", "paper", "--only", "cancer", "--workers", "1", "--out", str(tmp_path)
+    )
     assert shown.exit_code == 130 and f"--only cancer --resume --out {tmp_path}" in shown.stderr
     assert len(runner.finished(tmp_path)) == 0
 
@@ -242,3 +244,31 @@ def test_a_figure_has_a_panel_per_kind_of_column_and_names_its_axes(tmp_path, mo
     ]
     assert all(len(a.get_lines()) == 2 for a in drawn)  # the line, and the level without noise
     assert "prints no numbers" in render.summary(rows)
+
+
+def test_jobs_at_once_give_the_same_numbers_as_one_by_one(tmp_path):
+    leak = {"victims": 2, "batch": 1, "iterations": 5, "settings": (), "model": "cpl-lenet", "aware": True}
+    several = Entry(
+        "p9-table2",
+        "Test",
+        (
+            Cell("ε", "a", 0.823, Epsilon("moments", 10000), "epsilon"),
+            Cell("plain", "end", 0.9, Train("non-private", "cancer", TINY), "accuracy"),
+            Cell("cdp", "end", 0.9, Train("fed-cdp", "cancer", TINY), "accuracy"),
+            Cell(
+                "leak",
+                "rmse",
+                0.1,
+                Attack("non-private", "digits", tap="type2", method="cpl", **leak),
+                "rmse",
+            ),
+            Cell("missing", "end", 0.9, Train("non-private", "no-such-data", TINY), "accuracy"),
+        ),
+    )
+    chosen, seen = runner.plan(several, "paper"), []
+    one = runner.run(chosen, tmp_path / "one")
+    two = runner.run(chosen, tmp_path / "two", workers=2, progress=lambda *now: seen.append(now[:2]))
+    assert runner.rows(chosen, one) == runner.rows(chosen, two)
+    assert seen == [(k, 5) for k in range(5)] + [(5, 5)]
+    assert set(runner.finished(tmp_path / "two")) == set(one)
+    assert sum("failed" in line for line in two.values()) == 1

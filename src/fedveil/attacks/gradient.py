@@ -30,6 +30,7 @@ from fedveil.attacks.lbfgs import Settings, minimise
 from fedveil.attacks.leak import CHUNK, Leak, Predict, fast_matcher, infer_labels, predictor
 from fedveil.attacks.matching import Matcher
 from fedveil.errors import UserError, did_you_mean
+from fedveil.learning.local import one_thread
 
 Method = Literal["dlg", "idlg", "cpl", "gradinv", "veil"]
 METHODS: tuple[Method, ...] = ("dlg", "idlg", "cpl", "gradinv", "veil")
@@ -158,6 +159,7 @@ class _Problem:
         return chosen
 
 
+@one_thread()
 def attack(
     method: Method,
     module: nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +40,9 @@ def reproduce(
             help="Fewer victims for the attacks at paper scale, e.g. 32 or lfw=32,cifar10=16 (default: 100)."
         ),
     ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs and attacks at a time (default: one per core).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished cells; do only the rest.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -73,7 +77,7 @@ def reproduce(
     )
     command += f" --victims {victims}" if victims else ""
     try:
-        done = _with_progress(chosen, out, resume)
+        done = _with_progress(chosen, out, resume, workers or os.cpu_count() or 1)
     except KeyboardInterrupt:
         print(
             f"Stopped. Finished cells are kept; continue with\n  {command} --resume --out {out}",
@@ -146,7 +150,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-def _with_progress(chosen: Any, out: Path, resume: bool) -> dict[str, dict[str, Any]]:
+def _with_progress(chosen: Any, out: Path, resume: bool, workers: int) -> dict[str, dict[str, Any]]:
     """Run behind a progress bar on a terminal, with a line per long job otherwise."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -169,7 +173,7 @@ def _with_progress(chosen: Any, out: Path, resume: bool) -> dict[str, dict[str, 
                     flush=True,
                 )
 
-        return runner.run(chosen, out, resume=resume, progress=tell)
+        return runner.run(chosen, out, resume=resume, progress=tell, workers=workers)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len(chosen.runs))
@@ -178,7 +182,7 @@ def _with_progress(chosen: Any, out: Path, resume: bool) -> dict[str, dict[str, 
             bar.update(task, completed=finished, total=max(all_jobs, 1),
                        description=f"{_duration(left)} left  {now}")  # fmt: skip
 
-        return runner.run(chosen, out, resume=resume, progress=progress)
+        return runner.run(chosen, out, resume=resume, progress=progress, workers=workers)
 
 
 def _show(entry: Any, rows: Any, page: Path) -> None:

@@ -168,7 +168,7 @@ def stream(
         x, y = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)  # once, not per chunk
     if count == 1:
         for part in chunks:
-            with _one_thread():
+            with one_thread():
                 result = _engine(name).train(module, start, x, y, part, plan, **options)
             yield result
         return
@@ -208,7 +208,7 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Torch's threads cost more than they bring here, and one thread makes results the same everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -245,9 +245,7 @@ class Workers:
         if count < 1:
             raise UserError(f"workers = {count}: at least one process is needed.")
         self.count = count
-        self._pool = ProcessPoolExecutor(
-            count, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
-        )
+        self._pool = processes(count)
         self._arrays: dict[str, tuple[Any, _Shared]] = {}
         self._files = ExitStack()
 
@@ -323,6 +321,13 @@ def _shared_file(values: np.ndarray) -> Iterator[str]:
         with mmap.mmap(descriptor, size) as memory:
             memory[: values.nbytes] = values.tobytes()
         yield path
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    """Spawned processes with one torch thread each; they end with this process, however it ends."""
+    return ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+    )
 
 
 def _start_worker() -> None:

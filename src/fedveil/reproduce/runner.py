@@ -1,17 +1,18 @@
-"""Run the jobs of a table one by one, keep each as a line of JSON, and set ours beside the paper's."""
+"""Run the jobs of a table, keep each as a line of JSON, and set ours beside the paper's."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedveil.errors import UserError
 from fedveil.reproduce import jobs, settings
-from fedveil.reproduce.cells import Attack, Cell, Entry, Job, Row, key_of, seeded, settings_of
+from fedveil.reproduce.cells import Attack, Cell, Entry, Job, Row, Train, key_of, seeded, settings_of
 from fedveil.reproduce.reasons import explain
 
 Scale = Literal["small", "paper"]
@@ -108,11 +109,13 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None
+    chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None, workers: int = 1
 ) -> dict[str, dict[str, Any]]:
     """Run what is not done yet; returns all results by key.
 
     A job that the data at hand do not allow is kept as failed with its reason, and tried again next time.
+    Training and attacks run in `workers` processes, the longest first; then the other jobs one by one (timings need
+    a quiet machine, and membership, attribute and decoder attacks read the runs).
     """
     from fedveil.runs.store import append_line
 
@@ -121,25 +124,54 @@ def run(
     if not resume:
         _forget_runs(chosen, folder)
     left = [(job, seed) for job, seed in chosen.runs if key_of(job, seed) not in done]
-    estimated, real = 0.0, 0.0
-    for number, (job, seed) in enumerate(left):
-        if progress:
-            pace = real / estimated if estimated > 5 else 1.0
-            rest = pace * sum(settings.seconds(j) for j, _ in left[number:])
-            progress(number, len(left), rest, describe(job))
-        clock = time.perf_counter()
-        line: dict[str, Any] = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
-        try:
-            line["result"] = jobs.execute(job, seed, folder)
-        except UserError as wrong:
-            line["failed"] = str(wrong)
-        line["seconds"] = round(time.perf_counter() - clock, 3)
+    at_once = [one for one in left if workers > 1 and isinstance(one[0], Attack | Train)]
+    at_once.sort(key=lambda one: -settings.seconds(one[0]))
+    left = at_once + [one for one in left if one not in at_once]
+    estimates = {key_of(job, seed): settings.seconds(job) for job, seed in left}
+    begin, ended = time.perf_counter(), 0.0
+
+    def tell(number: int) -> None:
+        if progress and number < len(left):
+            pace = (time.perf_counter() - begin) / ended if ended > 5 else 1 / (workers if at_once else 1)
+            progress(number, len(left), pace * (sum(estimates.values()) - ended), describe(left[number][0]))
+
+    def lines() -> Iterator[dict[str, Any]]:
+        tell(0)
+        if at_once:
+            from fedveil.learning.local import processes
+
+            with processes(min(workers, len(at_once))) as pool:
+                running = [pool.submit(_line, job, seed, folder) for job, seed in at_once]
+                try:
+                    for future in as_completed(running):
+                        yield future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in list((pool._processes or {}).values()):
+                        process.terminate()
+                    raise
+        for job, seed in left[len(at_once) :]:
+            yield _line(job, seed, folder)
+
+    for number, line in enumerate(lines()):
         append_line(folder / "cells.jsonl", line)
         done[line["key"]] = line
-        estimated, real = estimated + settings.seconds(job), real + line["seconds"]
+        ended += estimates[line["key"]]
+        tell(number + 1)
     if progress:
         progress(len(left), len(left), 0.0, "")
     return done
+
+
+def _line(job: Job, seed: int, folder: Path) -> dict[str, Any]:
+    clock = time.perf_counter()
+    line: dict[str, Any] = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
+    try:
+        line["result"] = jobs.execute(job, seed, folder)
+    except UserError as wrong:
+        line["failed"] = str(wrong)
+    line["seconds"] = round(time.perf_counter() - clock, 3)
+    return line
 
 
 def _forget_runs(chosen: Plan, folder: Path) -> None:
