@@ -73,7 +73,8 @@ class _Problem:
     classes: int
     box: tuple[float, float]
     smoothing: float = 0.0
-    brightness: float = 0.5  # of public images, as a share of the box
+    brightness: float = 0.5  # mean and deviation of public pixels, as shares of the box
+    contrast: float = 0.25
     noisy: bool = False
     fast: Matcher | None = None  # the compiled loss, where there is one
     plain: bool = False  # all weights are 1
@@ -203,10 +204,11 @@ def attack(
     victims = len(values)
 
     if public is None:  # grey digits are mostly dark, photographs are not
-        brightness = 0.2 if shape[0] == 1 else 0.5
+        brightness, contrast = (0.2, 0.3) if shape[0] == 1 else (0.5, 0.25)
         public = _tiles(rng, 8, 1, shape, pixel_range)[:, 0]
     else:
-        brightness = float((public.mean() - pixel_range[0]) / (pixel_range[1] - pixel_range[0]))
+        width = pixel_range[1] - pixel_range[0]
+        brightness, contrast = float((public.mean() - pixel_range[0]) / width), float(public.std() / width)
     clean = replace(leak, values=torch.where(healthy[:, None], leak.values.to(weights.dtype), 0.0))
     labels = infer_labels(module, weights, clean, public, n, classes)
     weight, scale = _weights(seen, values, balanced=method == "veil")
@@ -219,8 +221,9 @@ def attack(
         shape,
         classes,
         pixel_range,
-        smoothing=1e-4 if method == "gradinv" else 0.0,
+        smoothing=0.0 if method != "gradinv" else 1e-4 if shape[0] == 1 else 3e-3,
         brightness=brightness,
+        contrast=contrast,
         noisy=leak.noisy,
         fast=None if unroll else fast_matcher(module, weights, leak, shape, aware=aware),
         plain=method != "veil" and not leak.pruned,
@@ -279,11 +282,15 @@ def _cpl(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, wat
 
 
 def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
-    start = torch.randn(len(rows), problem.n, *problem.shape, generator=rng).clamp(*problem.box)
+    """As published, in units of normalised pixels: both the start and the step are multiples of their deviation."""
+    low, high = problem.box
+    unit = problem.contrast * (high - low)
+    noise = torch.randn(len(rows), problem.n, *problem.shape, generator=rng)
+    start = (low + (high - low) * problem.brightness + unit * noise).clamp(low, high)
     step = [budget * k // 8 for k in (3, 5, 7)]
 
     def rate(k: int) -> float:
-        return 0.1 * 0.1 ** sum(k >= s for s in step)
+        return 0.1 * unit * 0.1 ** sum(k >= s for s in step)
 
     return *_boxed_adam(problem, rows, start, budget, rate, True, watch), problem.labels[rows]
 

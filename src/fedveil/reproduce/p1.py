@@ -126,18 +126,16 @@ def _table7() -> list[Cell]:
     return cells
 
 
+def visualised(*where: tuple[str, str]) -> list[Cell]:
+    """Plain gradients of these datasets and taps attacked, for a picture without numbers."""
+    return [
+        Cell(f"non-private, {tap}", SHOWN[d], None, attack("non-private", d, tap, victims=8), "ssim", ("no-numbers",))
+        for d, tap in where
+    ]  # fmt: skip
+
+
 def _figures() -> list[Entry]:
-    first = [
-        Cell(
-            f"non-private, {tap}",
-            SHOWN[d],
-            None,
-            attack("non-private", d, tap, victims=8),
-            "ssim",
-            ("no-numbers",),
-        )
-        for d, tap in (("mnist", "type2"), ("lfw", "type2"), ("lfw", "type0"))
-    ]
+    first = visualised(("mnist", "type2"), ("lfw", "type2"), ("lfw", "type0"))
     norms = [
         Cell(
             "mean gradient norm",

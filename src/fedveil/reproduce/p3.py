@@ -253,17 +253,7 @@ def _table10() -> list[Cell]:
 
 
 def _figures() -> list[Entry]:
-    second = [
-        Cell(
-            f"non-private, {tap}",
-            SHOWN[d],
-            None,
-            attack("non-private", d, tap, victims=8),
-            "ssim",
-            ("no-numbers",),
-        )
-        for d, tap in (("mnist", "type2"), ("cifar10", "type2"), ("lfw", "type2"), ("lfw", "type0"))
-    ]
+    second = p1.visualised(("mnist", "type2"), ("cifar10", "type2"), ("lfw", "type2"), ("lfw", "type0"))
     ways = [(f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (0.3, 0.4, 0.5, 0.8)]
     ways += [(f"random-noise {s:g}", "random-noise", {"sigma": s}) for s in (1e-4, 1e-3, 1e-2, 1e-1)]
     ways += [("fed-sdp-client", "fed-sdp-client", {}), ("fed-cdp", "fed-cdp", {})]

@@ -1,0 +1,134 @@
+"""python -m bench.pages OUT …: results of `fedveil reproduce --out OUT` into docs/reproduction.
+
+Copies finished pages with their pictures (a small one never replaces a full one), writes the index anew from all pages
+there, and the tables of resilience.md from the attacks kept in OUT/cells.jsonl.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedveil.commands.reproduce import _duration
+from fedveil.reproduce import runner
+from fedveil.reproduce.catalogue import catalogue, find
+from fedveil.reproduce.cells import Row, key_of
+from fedveil.reproduce.render import name_of, shown
+
+DOCS = Path(__file__).parents[1] / "docs" / "reproduction"
+LEAKS = ("p3-table3", "p1-table7", "p2-table3", "p3-table1")
+
+
+def copy(out: Path) -> None:
+    """Take over the pages of a folder."""
+    for page in sorted(out.glob("p[1-5]-*.md")):
+        text, there = page.read_text("utf-8"), DOCS / page.name
+        if "Scale: small" in text and there.exists() and "Scale: paper" in there.read_text("utf-8"):
+            print(f"{page.name}: kept the full one")
+            continue
+        for picture in re.findall(r"\]\(([\w-]+\.png)\)", text):
+            shutil.copy(out / picture, DOCS / picture)
+        there.write_text(text, "utf-8")
+
+
+def between(text: str, begin: str, end: str, lines: Sequence[str]) -> str:
+    """Replace what stands between two marks."""
+    head, rest = text.split(f"<!-- {begin} -->\n", 1)
+    tail = rest.split(f"<!-- {end} -->", 1)[1]
+    return f"{head}<!-- {begin} -->\n" + "\n".join(lines) + f"\n<!-- {end} -->{tail}"
+
+
+def index() -> None:
+    """Every page with what came out, and every experiment without a page with its estimated time."""
+    order = {entry.id: number for number, entry in enumerate(catalogue().values())}
+    pages = sorted(DOCS.glob("p[1-5]-*.md"), key=lambda page: (order[_entry(page)], page.stem))
+    ran = ["| id | what | run | agree within the last digit | page |", "|---|---|---|---|---|"]
+    for page in pages:
+        text = page.read_text("utf-8")
+        part = ", ".join(page.stem.split("-")[2:])
+        what = text.split("\n", 1)[0].lstrip("# ") + (f" ({part})" if part else "")
+        scale = "full" if "Scale: paper" in text else "small"
+        name = f"[{page.stem}]({page.name})"
+        ran.append(f"| {_entry(page)} | {what} | {scale} | {_agreement(text)} | {name} |")
+    missing = [e for e in catalogue().values() if e.cells and e.id not in map(_entry, pages)]
+    left = ["| id | what | small | full |", "|---|---|---:|---:|"]
+    for entry in missing:
+        times = [_duration(runner.plan(entry, scale).seconds()) for scale in ("small", "paper")]  # type: ignore[arg-type]
+        left.append(f"| {entry.id} | {entry.paper} {name_of(entry)}: {entry.title} | {times[0]} | {times[1]} |")
+    path = DOCS / "README.md"
+    text = between(path.read_text("utf-8"), "index", "end of index", ran)
+    path.write_text(between(text, "not run", "end of not run", left if missing else ["Nothing."]), "utf-8")
+
+
+def _entry(page: Path) -> str:
+    return "-".join(page.stem.split("-")[:2])
+
+
+def _agreement(text: str) -> str:
+    values = re.search(r"statement is compared\. (\d+ of \d+ values)", text)
+    if values:
+        return f"statement only, {values[1]}"
+    found = re.search(r"^(\d+ of \d+) compared .*?(?:; (\d+) of \d+ have no number of ours)?\.$", text, re.M)
+    assert found is not None
+    return f"{found[1]} agree" + (f"; {found[2]} without a number" if found[2] else "")
+
+
+def resilience(out: Path) -> None:
+    """The four attack tables side by side with the papers'; silent where an attack is missing."""
+    done = runner.finished(out)
+    tables: dict[str, list[Row]] = {}
+    for name in LEAKS:
+        chosen = runner.plan(find(name), "paper")
+        keys = {key_of(job, seed) for job, seed in chosen.runs}
+        have = [done[key]["result"] for key in keys if "result" in done.get(key, {})]
+        cpu = sum(one["cpu_seconds_per_victim"] * one["victims"] for one in have)
+        print(f"{name}: {len(have)} of {len(keys)} attacks, {cpu / 60:.1f} min of CPU")
+        tables[name] = runner.rows(chosen, done)
+    two = [(f"{d} {c}", k) for d in ("MNIST", "LFW") for c, k in
+           (("distance", 3), ("iterations", 0), ("succeeds", 2), ("labels", 2))]  # fmt: skip
+    ours = [*two[:3], ("MNIST succeeds, our attack", 2), *two[3:]]
+    four = [
+        (f"{d} {c}", k)
+        for d in ("MNIST", "Fashion-MNIST", "CIFAR-10", "LFW")
+        for c, k in (("ASR", 2), ("MSE", 4))
+    ]
+    three = [(f"{d} {c}", k) for d in ("MNIST", "CIFAR-10", "LFW") for c, k in
+             (("ASR", 3), ("distance", 3), ("iterations", 0))]  # fmt: skip
+    lines: list[str] = []
+    for name, title, columns in (
+        ("p3-table3", "P3 Table 3: attack effectiveness by recipe and type", ours),
+        ("p1-table7", "P1 Table VII: attack effectiveness", two),
+        ("p2-table3", "P2 Table III: type 2, success rate (strict threshold) and MSE", four),
+        ("p3-table1", "P3 Table 1: three attacks on plain gradients (type 2)", three),
+    ):
+        lines += [f"## {title}", "", *_side_by_side(tables[name], columns), ""]
+    path = DOCS / "resilience.md"
+    path.write_text(between(path.read_text("utf-8"), "tables", "end of tables", lines), "utf-8")
+
+
+def _side_by_side(rows: list[Row], columns: list[tuple[str, int]]) -> list[str]:
+    found = {(row.row, row.column): row for row in rows}
+    lines = [f"| row | {' | '.join(name for name, _ in columns)} |", "|---|" + "---|" * len(columns)]
+    for name in dict.fromkeys(row.row for row in rows):
+        fields = []
+        for column, digits in columns:
+            row = found.get((name, column))
+            ours = shown(row.ours if row else None, digits)
+            fields.append(
+                ours if row is None or row.paper is None else f"{shown(row.paper, digits)} → {ours}"
+            )
+        lines.append(f"| {name} | {' | '.join(fields)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    for folder in map(Path, sys.argv[1:]):
+        copy(folder)
+        keys = set(runner.finished(folder))
+        plans = (runner.plan(find(name), "paper") for name in LEAKS)
+        if any(key_of(job, seed) in keys for chosen in plans for job, seed in chosen.runs):
+            resilience(folder)
+    index()
