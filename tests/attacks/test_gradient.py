@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from fedveil.attacks import metrics
-from fedveil.attacks.gradient import METHODS, attack
-from fedveil.attacks.leak import Leak, infer_labels, predictor
+from fedveil.attacks.gradient import METHODS, RETRIES, _Problem, attack
+from fedveil.attacks.leak import Leak, fast_matcher, infer_labels, predictor
 from fedveil.data.datasets import load
 from fedveil.errors import UserError
 from fedveil.models.layout import flatten, layout_of, unflatten
@@ -55,22 +55,31 @@ def test_prediction_is_the_gradient_that_autograd_gives(setting):
 
 @pytest.mark.parametrize("clip", ["layer", "flat"])
 @pytest.mark.parametrize("clip_on", ["example", "whole"])
-def test_aware_prediction_clips_as_the_recipe_does(setting, clip, clip_on):
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_aware_prediction_clips_as_the_recipe_does(setting, clip, clip_on, norm):
     net, w, x, y = setting
     layout, bound = layout_of(net), 0.5
-    leak = Leak(torch.zeros(1, w.numel()), layout, batch=2, clip=clip, bound=bound, clip_on=clip_on)
+    leak = Leak(
+        torch.zeros(1, w.numel()), layout, batch=2, clip=clip, bound=bound, clip_norm=norm, clip_on=clip_on
+    )
     made = predictor(net, w, leak)(x[None, :2], one_hot(y[None, :2], 10).float())[0]
     parts = layout.layer_slices() if clip == "layer" else (slice(None),)
 
     def clipped(g):
         g = g.clone()
         for part in parts:
-            g[part] *= min(1.0, bound / float(g[part].norm()))
+            g[part] *= min(1.0, bound / float(g[part].norm(p=int(norm[1]))))
         return g
 
     each = [naive_gradient(net, x[i : i + 1], y[i : i + 1]) for i in range(2)]
     expected = sum(map(clipped, each)) / 2 if clip_on == "example" else clipped(sum(each) / 2)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_compiled_loss_is_not_used_where_it_does_not_know_the_clip(setting):
+    net, w, _, _ = setting
+    leak = Leak(torch.zeros(1, w.numel()), layout_of(net), clip="flat", bound=1.0, clip_norm="l1")
+    assert fast_matcher(net, w, leak, (1, 8, 8), aware=True) is None
 
 
 def test_unrolled_prediction_follows_the_local_steps(setting):
@@ -161,6 +170,71 @@ def test_a_leak_that_is_not_finite_is_a_failed_attack_for_that_victim_only(setti
     found = attack(method, net, w, leak, shape=(1, 8, 8), classes=10, seed=3, iterations=6)
     assert found.failed.tolist() == [False, True, False]
     assert torch.isfinite(found.images).all()
+
+
+def poison(monkeypatch, bad):
+    """Victim 1's matching loss is NaN where bad(how many objectives were made, evaluations of this one) says so."""
+    made, real = [], _Problem.objective
+
+    def objective(self, distance, form):
+        evaluate, number, calls = real(self, distance, form), len(made), []
+        made.append(form)
+
+        def wrapped(points, rows):
+            value, gradient = evaluate(points, rows)
+            calls.append(1)
+            if bad(number, len(calls)):
+                value = torch.where(rows == 1, float("nan"), value)
+            return value, gradient
+
+        wrapped.images_of = evaluate.images_of
+        return wrapped
+
+    monkeypatch.setattr(_Problem, "objective", objective)
+    return made
+
+
+def three_attacked(setting, method, **more):
+    net, w, x, y = setting
+    leak = leaked(net, x[:3], y[:3])
+    return attack(method, net, w, leak, shape=(1, 8, 8), classes=10, seed=3, iterations=8, **more)
+
+
+OBJECTIVES = {"dlg": 1, "idlg": 1, "cpl": 1, "gradinv": 1, "veil": 3}  # of all regular tries together
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_try_without_a_finite_loss_starts_again_and_no_other_victim_notices(setting, method, monkeypatch):
+    plain = three_attacked(setting, method)
+    made = poison(monkeypatch, lambda number, _: number < OBJECTIVES[method])
+    found = three_attacked(setting, method)
+    assert not found.failed.any() and len(made) > OBJECTIVES[method]
+    assert not torch.equal(found.images[1], plain.images[1])
+    torch.testing.assert_close(found.images[[0, 2]], plain.images[[0, 2]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_new_starts_after_non_finite_values_are_limited(setting, method, monkeypatch):
+    made = poison(monkeypatch, lambda *_: True)
+    assert three_attacked(setting, method).failed.tolist() == [False, True, False]
+    each = 2 if method == "veil" else 1
+    assert len(made) == OBJECTIVES[method] + RETRIES * each
+
+
+def test_adam_that_broke_down_on_its_way_starts_again_and_keeps_the_better(setting, monkeypatch):
+    made = poison(monkeypatch, lambda number, calls: number == 0 and calls > 4)
+    found = three_attacked(setting, "gradinv")
+    assert len(made) == 2 and not found.failed.any()
+    assert found.iterations.tolist() == [8, 4 + 8, 8]
+
+
+def test_a_leak_that_is_not_finite_is_not_tried_again(setting, monkeypatch):
+    net, w, x, y = setting
+    made = poison(monkeypatch, lambda *_: False)
+    leak = leaked(net, x[:2], y[:2])
+    leak.values[1, 5] = float("nan")
+    attack("cpl", net, w, leak, shape=(1, 8, 8), classes=10, seed=3, iterations=4)
+    assert len(made) == 1
 
 
 def test_same_seed_same_pictures(setting):

@@ -60,6 +60,7 @@ def test_what_the_recipe_did_is_public_knowledge_of_the_leak():
     assert (leak.kind, leak.clip, leak.clip_on, leak.layer_noise[0]) == ("update", "layer", "whole", 24.0)
     made, state = prepared("gradient-pruning", {"prune": 0.5})
     leak = victims_of(made, state, "type0", 2, seed=1).leak
+    assert leak.clip_norm == "l2"
     assert leak.pruned and float((leak.values == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
@@ -74,6 +75,14 @@ def test_adaclip_is_attacked_in_its_own_space():
     made, state = prepared("adaclip")
     outcome = measure(made, state, victims=3, seed=1)
     assert outcome.figures["success_rate"] == 1.0
+
+
+@pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase"])
+def test_a_clip_in_either_norm_hides_nothing_where_the_sum_is_noised(recipe):
+    made, state = prepared(recipe)
+    assert made.task.recipe.noise_on == "sum"
+    outcome = measure(made, state, victims=4, seed=1)
+    assert outcome.figures["success_rate"] == 1.0 and outcome.figures["label_accuracy"] == 1.0
 
 
 def test_mild_pruning_does_not_stop_the_attack():
@@ -97,18 +106,35 @@ def test_the_oracle_is_labelled_and_never_worse():
     assert oracle["mse"] <= honest["mse"] + 1e-9
 
 
-def test_an_attack_that_failed_everywhere_says_nothing_about_the_defence(monkeypatch):
-    made, state = prepared()
+def broken_leaks(monkeypatch, victims):
     real = leakage.victims_of
 
     def poisoned(*arguments):
         found = real(*arguments)
-        found.leak.values.fill_(float("nan"))
+        found.leak.values[victims] = float("nan")
         return found
 
     monkeypatch.setattr(leakage, "victims_of", poisoned)
+
+
+def test_an_attack_that_failed_everywhere_says_nothing_about_the_defence(monkeypatch):
+    made, state = prepared()
+    broken_leaks(monkeypatch, slice(None))
     figures = measure(made, state, victims=2, seed=1, iterations=5).figures
-    assert figures["failed_numerically"] == 2 and figures["success_rate"] is None and figures["rmse"] is None
+    assert figures["failed_numerically"] == figures["victims"] == 2
+    for name in ("success_rate", "rmse", "ssim", "label_accuracy", "iterations", "matching_loss"):
+        assert figures[name] is None
+
+
+@pytest.mark.parametrize("tap", ["type2", "type0"])
+def test_victims_that_failed_numerically_count_neither_for_nor_against_the_defence(monkeypatch, tap):
+    made, state = prepared(batch_size=1)
+    whole = measure(made, state, tap=tap, victims=4, seed=1).figures
+    broken_leaks(monkeypatch, [0, 1, 3])
+    figures = measure(made, state, tap=tap, victims=4, seed=1).figures
+    assert figures["failed_numerically"] == 3 and whole["failed_numerically"] == 0
+    assert figures["success_rate"] == figures["label_accuracy"] == 1.0
+    assert figures["rmse"] < 0.05 and figures["iterations"] < figures["iteration_budget"]
 
 
 def test_a_finished_job_is_not_run_again(tmp_path):
@@ -123,6 +149,22 @@ def test_a_finished_job_is_not_run_again(tmp_path):
     rows = leakage.table(path, [("a", 1), ("b", 2)], run)
     assert ran == [1, 2] and [r["value"] for r in rows] == [1, 2]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
+
+
+def outcome(recipe, pictures=(10,)):
+    image = np.full((3, 2, 1, 8, 8), len(recipe) / 20, np.float32)
+    figures = {"recipe": recipe, "round": 0}
+    return leakage.Outcome(figures, image, image / 2, {k: image / 4 for k in pictures})
+
+
+def test_what_the_gallery_needs_comes_back_from_the_disk(tmp_path):
+    before = outcome("fed-cdp", (10, 100))
+    leakage.keep(before, tmp_path / "pictures" / "a.npz", show=2)
+    after = leakage.kept(tmp_path / "pictures" / "a.npz", before.figures)
+    np.testing.assert_array_equal(after.truth, before.truth[:2, :1])
+    np.testing.assert_array_equal(after.guess, before.guess[:2, :1])
+    np.testing.assert_array_equal(after.pictures[100], before.pictures[100][:2, :1])
+    assert list(after.pictures) == [10, 100]
 
 
 def test_more_updates_than_clients_is_a_clear_error():

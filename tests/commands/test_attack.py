@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fedveil.attacks import leakage
 from fedveil.cli import build
 from fedveil.engines.simulate import run as simulate
 from fedveil.errors import UserError
@@ -62,6 +63,42 @@ def test_recipes_are_compared_and_the_table_resumes(tmp_path):
     lines = (tmp_path / "gradient.jsonl").read_text().splitlines()
     again = json.loads(call(*words).stdout)
     assert again == first and (tmp_path / "gradient.jsonl").read_text().splitlines() == lines
+
+
+def test_the_picture_of_a_resumed_campaign_has_all_recipes(tmp_path, monkeypatch):
+    drawn, real = [], leakage.gallery
+
+    def gallery(outcomes, path, *more):
+        drawn.append([o.figures["recipe"] for o in outcomes.values()])
+        real(outcomes, path, *more)
+
+    monkeypatch.setattr(leakage, "gallery", gallery)
+    for folder, campaigns in {
+        "resumed": ["fed-cdp", "non-private,fed-cdp"],
+        "whole": ["non-private,fed-cdp"],
+    }.items():
+        for recipes in campaigns:
+            result = call(
+                "attack", "--recipe", recipes, "--victims", 2, "--iterations", 20, "--out", tmp_path / folder, "--json"
+            )  # fmt: skip
+            assert result.exit_code == 0, result.output
+    assert drawn == [["fed-cdp"], ["non-private", "fed-cdp"], ["non-private", "fed-cdp"]]
+    resumed, whole = ((tmp_path / folder / "gradient.png").read_bytes() for folder in ("resumed", "whole"))
+    assert resumed == whole
+
+
+def test_the_text_says_how_many_attacks_failed_numerically(monkeypatch):
+    real = leakage.victims_of
+
+    def poisoned(*arguments):
+        found = real(*arguments)
+        found.leak.values[1:] = float("nan")
+        return found
+
+    monkeypatch.setattr(leakage, "victims_of", poisoned)
+    words = ("attack", "--recipe", "non-private", "--dataset", "digits", "--victims", 4)
+    assert json.loads(call(*words, "--json").stdout)["success_rate"] == 1.0
+    assert "non-private, round 0: 3 of 4 attacks failed numerically and are left out" in call(*words).stdout
 
 
 @pytest.mark.parametrize("leak", ["1", "0", "0-sanitised"])

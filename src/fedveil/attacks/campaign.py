@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,22 +44,34 @@ def attack_gradients(
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Measure each job; with `out`, one line per job is kept (finished ones are not run again) and a gallery drawn."""
-    outcomes: dict[str, leakage.Outcome] = {}
 
-    def run(name: str) -> dict[str, Any]:
+    def run(name: str) -> leakage.Outcome:
         config, state_of = jobs[name]
         prepared = prepare(config)
-        outcomes[name] = leakage.measure(prepared, state_of(prepared), **options)
-        return outcomes[name].figures
+        return leakage.measure(prepared, state_of(prepared), **options)
 
     if out is None:
-        return [run(name) for name in jobs]
+        return [run(name).figures for name in jobs]
     marked = "|".join(f"{k}={v}" for k, v in sorted(options.items()))
-    rows = leakage.table(out / "gradient.jsonl", [(f"{name}|{marked}", name) for name in jobs], run)
-    if outcomes:
+    wanted = {f"{name}|{marked}": name for name in jobs}
+
+    def run_and_keep(job: str) -> dict[str, Any]:
+        outcome = run(wanted[job])
+        leakage.keep(outcome, _pictures(out, job))
+        return outcome.figures
+
+    lines = leakage.table(out / "gradient.jsonl", [(job, job) for job in wanted], run_and_keep)
+    rows = {line["job"]: line for line in lines}
+    drawn = {job: path for job in wanted if (path := _pictures(out, job)).exists()}
+    if drawn:
+        outcomes = {job: leakage.kept(path, rows[job]) for job, path in drawn.items()}
         leakage.gallery(outcomes, out / "gradient.png")
-    wanted = {f"{name}|{marked}" for name in jobs}
-    return [row for row in rows if row["job"] in wanted]
+    return [rows[job] for job in wanted]
+
+
+def _pictures(out: Path, job: str) -> Path:
+    """Where the images of a job wait for the gallery, so that a resumed campaign draws all of them."""
+    return out / "pictures" / f"{hashlib.sha256(job.encode()).hexdigest()[:16]}.npz"
 
 
 def initial(prepared: Prepared) -> State:
@@ -76,7 +89,8 @@ def attack_membership(
     dataset, task = prepared.dataset, prepared.task
     found = membership.infer(
         task.module, task.layout, weights, train, pool.x[pool.rows], pool.y[pool.rows], pool.member,
-        shadows=shadows_count, methods=tuple(methods), seed=seed, pixel_range=dataset.pixel_range,
+        shadows=shadows_count, methods=tuple(methods), seed=seed, population=pool.population,
+        pixel_range=dataset.pixel_range,
     )  # fmt: skip
     headline = "lira-online" if "lira-online" in found else next(iter(found))
     return {
@@ -147,14 +161,17 @@ def audit_run(
     seed: int = 0,
     significance: float = 0.05,
 ) -> tuple[dict[str, Any], int]:
-    """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code)."""
+    """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code).
+
+    rounds: replay only so many; they are held against what the ledger says after them."""
     run = store.open_run(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds  # a spent budget ends a run early
+    rounds = min(rounds or played, played)
     found, facts = canaries.audit(
         run.config,
-        ledger=run.ledger(),
+        ledger=run.ledger(rounds if rounds < played else None),
         canaries=canaries_count,
-        rounds=min(rounds or played, played),
+        rounds=rounds,
         seed=seed,
         significance=significance,
     )

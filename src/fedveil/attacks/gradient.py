@@ -10,8 +10,9 @@ Five attacks share one objective machine; victims (and restarts) are rows of one
              L-BFGS from a tile about as bright as public images; for victims it did not solve, boxed cosine
              Adam followed by L-BFGS
 
-The image kept is the one with the lowest matching loss; the truth is never consulted. A victim for which no
-finite loss was found is *failed*, which says nothing about a defence.
+The image kept is the one with the lowest matching loss; the truth is never consulted. A try that broke down in
+non-finite values is repeated from another start. A victim for which no finite loss was found is *failed*, which says
+nothing about a defence.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SOLVED = 3e-7  # matching loss relative to the leak's own size below which a vic
 STALL = 2e-3  # a victim whose loss fell by less than this share in 20 steps has ended; solvable ones fall by 8% and more
 STALL_NOISY = 1e-2  # the same against noise, where the rest is fitting the noise
 NEAR = 2e-6  # below this another start would not help: the image is there, only not polished
+RETRIES = 3  # further starts for a victim whose last try broke down, whatever `restarts` says
 HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 
@@ -233,12 +235,17 @@ def attack(
     best_loss = torch.full((victims,), float("inf"), dtype=weights.dtype)
     best_labels, spent = labels.clone(), torch.zeros(victims, dtype=torch.long)
     done = -1.0 + NEAR * problem.ease if problem.noisy else NEAR * problem.ease
-    for stage in _tries(method, restarts):
-        rows = (healthy & ~(best_loss <= done)).nonzero()[:, 0]
+    broken = torch.zeros(victims, dtype=torch.bool)
+    tries = _tries(method, restarts)
+    for number in range(len(tries) + RETRIES):
+        unsolved = healthy & ~(best_loss <= done)
+        rows = (unsolved if number < len(tries) else unsolved & broken).nonzero()[:, 0]
         if not len(rows):
             break
-        found, loss, used, guessed = stage(problem, rows, budget, rng, _shifted(watch, rows, spent))
+        stage = tries[min(number, len(tries) - 1)]
+        found, loss, used, guessed, broke = stage(problem, rows, budget, rng, _shifted(watch, rows, spent))
         spent[rows] += used
+        broken[rows] = broke
         better = loss < best_loss[rows]
         best[rows[better]], best_loss[rows[better]] = found[better], loss[better]
         best_labels[rows[better]] = guessed[better]
@@ -255,7 +262,8 @@ def attack(
 
 
 def _tries(method: Method, restarts: int) -> list[Callable]:
-    """The sequence of tries; each runs only on victims that are not solved yet."""
+    """The sequence of tries; each runs only on victims that are not solved yet, and returns for each of them: images,
+    loss, iterations, labels, and whether non-finite values ended it."""
     first: list[Callable] = {
         "dlg": [_dlg],
         "idlg": [_idlg],
@@ -292,7 +300,8 @@ def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator,
     def rate(k: int) -> float:
         return 0.1 * unit * 0.1 ** sum(k >= s for s in step)
 
-    return *_boxed_adam(problem, rows, start, budget, rate, True, watch), problem.labels[rows]
+    images, loss, used, broke = _boxed_adam(problem, rows, start, budget, rate, True, watch)
+    return images, loss, used, problem.labels[rows], broke
 
 
 def _veil_fast(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
@@ -309,12 +318,12 @@ def _veil_patient(problem: _Problem, rows: Tensor, budget: int, rng: torch.Gener
     def rate(k: int) -> float:
         return 0.1 * 0.5 * (1 + math.cos(math.pi * k / warm))
 
-    images, _, used = _boxed_adam(problem, rows, start, warm, rate, False, watch)
+    images, _, used, _ = _boxed_adam(problem, rows, start, warm, rate, False, watch)
     inside = ((images - low) / (high - low)).clamp(0.01, 0.99).flatten(1)
     later = _shifted(watch, torch.arange(len(rows)), used)
     rest = budget - budget // 2 - warm
     found = _descend(problem, rows, torch.logit(inside), rest, "balanced", "box", later)
-    return found[0], found[1], found[2] + used, found[3]
+    return found[0], found[1], found[2] + used, *found[3:]
 
 
 def _descend(
@@ -351,7 +360,8 @@ def _descend(
         used.append(found.iterations)
         guess = problem.labels[some]
         labels.append(guess if logits is None else logits.view(len(some), problem.n, -1).argmax(-1))
-    return torch.cat(images), torch.cat(losses), torch.cat(used), torch.cat(labels)
+    loss = torch.cat(losses)
+    return torch.cat(images), loss, torch.cat(used), torch.cat(labels), ~torch.isfinite(loss)
 
 
 def _boxed_adam(
@@ -362,9 +372,9 @@ def _boxed_adam(
     rate: Callable[[int], float],
     sign: bool,
     watch: Watch | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Adam on the cosine distance, clamped to the box; keeps each row's best image. A row that meets a
-    non-finite value stops there."""
+    non-finite value stops there (the last tensor says which did)."""
     objective = problem.objective("cosine", "pixels")
     x = images.flatten(1).clone()
     mean, square = torch.zeros_like(x), torch.zeros_like(x)
@@ -388,7 +398,9 @@ def _boxed_adam(
         used[alive] += 1
         if watch is not None:
             watch(alive, x[alive].view(-1, problem.n, *problem.shape), used[alive])
-    return best.view_as(images), best_loss, used
+    broke = torch.ones(len(x), dtype=torch.bool)
+    broke[alive] = False
+    return best.view_as(images), best_loss, used, broke
 
 
 def _tiles(

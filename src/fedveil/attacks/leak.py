@@ -29,8 +29,8 @@ class Leak:
 
     kind "gradient": the mean gradient of `batch` examples at the known weights. kind "update": final minus
     start weights after `steps` local SGD steps of `batch` examples each with `learning_rate`.
-    clip: how the recipe clipped, to `bound`; clip_on "example": each example before the mean, "whole": the
-    observed vector once. noise: standard deviation of the noise on the observed vector, one number or one per
+    clip: how the recipe clipped, to `bound` in the norm `clip_norm`; clip_on "example": each example before the
+    mean, "whole": the observed vector once. noise: standard deviation of the noise on the observed vector, one number or one per
     layer. pruned: zero coordinates were dropped, not measured. shift, scale: the vector was mapped to (g - shift) /
     scale before clipping (public statistics).
     """
@@ -41,6 +41,7 @@ class Leak:
     batch: int = 1
     clip: Literal["none", "layer", "flat"] = "none"
     bound: float = 0.0
+    clip_norm: Literal["l1", "l2"] = "l2"
     clip_on: Literal["example", "whole"] = "example"
     noise: float | tuple[float, ...] = 0.0
     steps: int = 1
@@ -121,8 +122,12 @@ def predictor(
 
     def shrink(g: Tensor, bound: float) -> Tensor:
         parts = [g] if clip == "flat" else [g[..., s] for s in slices]
-        norms = [p.square().sum(-1, keepdim=True).clamp(min=1e-30).sqrt() for p in parts]
-        return torch.cat([p * (bound / n).clamp(max=1.0) for p, n in zip(parts, norms, strict=True)], -1)
+        return torch.cat([p * (bound / size(p)).clamp(max=1.0) for p in parts], -1)
+
+    def size(p: Tensor) -> Tensor:
+        if leak.clip_norm == "l1":
+            return p.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+        return p.square().sum(-1, keepdim=True).clamp(min=1e-30).sqrt()
 
     def averaged(x: Tensor, t: Tensor) -> Tensor:
         each = fast(x.flatten(0, 1), t.flatten(0, 1))
@@ -152,8 +157,10 @@ def predictor(
 def fast_matcher(
     module: nn.Module, weights: Tensor, leak: Leak, shape: tuple[int, ...], *, aware: bool
 ) -> Matcher | None:
-    """The compiled form of comparing `predictor(...)` with the leak, where there is one (no unrolled steps)."""
+    """The compiled form of comparing `predictor(...)` with the leak, where there is one (no unrolled steps, no L1 clip)."""
     clip = leak.clip if aware else "none"
+    if clip != "none" and leak.clip_norm != "l2":
+        return None
     per_step = leak.learning_rate * leak.steps if leak.kind == "update" else 1.0
     mapped = leak.scale is not None and leak.shift is not None
     return matcher(

@@ -102,7 +102,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
     noise = float(np.mean([s.noise_scale for s in seen]))
     known: dict[str, Any] = {"noise": noise}
     if plan.clip != "none" and plan.bound_rule == "given":
-        known |= {"clip": plan.clip, "bound": plan.bounds[0]}
+        known |= {"clip": plan.clip, "bound": plan.bounds[0], "clip_norm": plan.clip_norm}
     if first.tap == "type2":
         if recipe.clip.rule == "adaclip":
             work = work_of(task, state, first.moment, client)
@@ -112,7 +112,10 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
         known = {"noise": noise}  # mapped back by the recipe: the clip is no longer a plain bound
     about_update = recipe.target == "update" and recipe.clip.of == "update"
     if about_update and first.tap != "type1" and recipe.clip.kind != "none":
-        known |= {"clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_on": "whole"}
+        known |= {
+            "clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_norm": recipe.clip.norm,
+            "clip_on": "whole",
+        }  # fmt: skip
     return Leak(
         values,
         task.layout,
@@ -276,26 +279,12 @@ def _figures(
     pixel_range: tuple[float, float],
     budget: int,
 ) -> dict[str, Any]:
-    shape = found.images.shape
-    flat = (-1, *shape[2:])
-    scores = metrics.score(found.images.reshape(flat), guess.reshape(flat), pixel_range)
-    failed = result.failed.numpy()
-    single = shape[1] == 1
-    to_success = [watcher.first.get(v, budget) for v in range(shape[0])]
-    summary: dict[str, float | None] = {**metrics.summary(scores)}
-    if failed.all():
-        summary = dict.fromkeys(summary, None)  # no attack took place: say nothing about the defence
+    """Figures of the victims that were attacked: where the numbers failed nothing was learnt about the defence."""
+    shape, failed = found.images.shape, result.failed.numpy()
     return {
         "victims": shape[0],
         "batch": shape[1],
-        **summary,
-        "label_accuracy": metrics.label_accuracy(
-            found.labels[:, 0] if single else found.labels, labels[:, 0] if single else labels
-        ),
-        "iterations": float(np.mean(to_success))  # a victim that was not rebuilt counts with the budget
-        if shape[1] <= 8 and len(shape) == 5
-        else float(result.iterations.float().mean()),
-        "iterations_run": float(result.iterations.float().mean()),
+        **_success(found, guess, labels, result, watcher, pixel_range, budget),
         "iteration_budget": budget,
         "threshold": {"mse_below": metrics.STRICT_MSE, "ssim_above": metrics.STRICT_SSIM},
         "threshold_papers": {"mse_below": metrics.PAPERS_MSE},
@@ -304,6 +293,34 @@ def _figures(
         "matching_loss": float(result.loss[~result.failed].median()) if not failed.all() else None,
         "cpu_seconds_per_victim": result.cpu_seconds / shape[0],
     }
+
+
+def _success(
+    found: Victims,
+    guess: np.ndarray,
+    labels: np.ndarray,
+    result: Reconstruction,
+    watcher: Watcher,
+    pixel_range: tuple[float, float],
+    budget: int,
+) -> dict[str, float | None]:
+    """Means over the victims whose attack did not fail numerically; empty if there is none."""
+    kept = np.flatnonzero(~result.failed.numpy())
+    none = not len(kept)
+    if none:
+        kept = np.arange(len(guess))  # only for the names of the figures
+    truth, classes = found.images[kept], found.labels[kept]
+    flat, first = (-1, *truth.shape[2:]), 0 if truth.shape[1] == 1 else slice(None)
+    run = float(result.iterations[kept].float().mean())
+    followed = truth.shape[1] <= 8 and truth.ndim == 5
+    figures: dict[str, float | None] = {
+        **metrics.summary(metrics.score(truth.reshape(flat), guess[kept].reshape(flat), pixel_range)),
+        "label_accuracy": metrics.label_accuracy(classes[:, first], labels[kept][:, first]),
+        # a victim that was not rebuilt counts with the budget
+        "iterations": float(np.mean([watcher.first.get(int(v), budget) for v in kept])) if followed else run,
+        "iterations_run": run,
+    }
+    return dict.fromkeys(figures, None) if none else figures
 
 
 def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[str, Any]]:
@@ -316,6 +333,20 @@ def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[st
             with path.open("a") as out:
                 out.write(json.dumps(plain(done[name]), allow_nan=False) + "\n")
     return list(done.values())
+
+
+def keep(outcome: Outcome, path: Path, show: int = 8) -> None:
+    """Save what the gallery needs of an outcome: the first image of the first victims."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    steps = {f"step {k}": at[:show, :1] for k, at in outcome.pictures.items()}
+    np.savez_compressed(path, truth=outcome.truth[:show, :1], guess=outcome.guess[:show, :1], **steps)  # type: ignore[arg-type]
+
+
+def kept(path: Path, figures: dict[str, Any]) -> Outcome:
+    """An outcome as far as `keep` saved it."""
+    with np.load(path) as saved:
+        steps = {int(k.removeprefix("step ")): saved[k] for k in saved.files if k.startswith("step ")}
+        return Outcome(figures, saved["truth"], saved["guess"], steps)
 
 
 def _title(outcome: Outcome) -> str:
@@ -335,9 +366,13 @@ def gallery(outcomes: Mapping[str, Outcome], path: Path, show: int = 6) -> None:
 
     first = next(iter(outcomes.values()))
     show = min(show, len(first.truth))
-    strips: list[tuple[str, np.ndarray]] = [("original", first.truth[:show, 0])]
+    drawn = first.truth[:show, 0]
+    strips: list[tuple[str, np.ndarray]] = [("original", drawn)]
     for outcome in outcomes.values():
         name = _title(outcome)
+        if not np.array_equal(outcome.truth[:show, 0], drawn):  # other rounds may use other batches
+            drawn = outcome.truth[:show, 0]
+            strips.append(("original", drawn))
         for k in sorted(outcome.pictures):
             at = outcome.pictures[k][:show, 0]
             ended = np.isnan(at)  # victims that were done before this step keep their image

@@ -232,13 +232,16 @@ def _show_gradients(rows: list[dict[str, Any]]) -> None:
             f"({name} image)", "", figure(control["success_rate"], 3), figure(control["success_rate_papers"], 3), "",
             figure(control["rmse"], 3), figure(control["ssim"], 3), "", "",
         ])  # fmt: skip
-    failed = sum(row["failed_numerically"] for row in rows)
     notes = [
         f"success: MSE < 0.01 and SSIM > 0.8 on pixels in {tuple(first['pixel_range'])}; papers': MSE < 0.70.",
         f"images kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
     ]
-    if failed:
-        notes.append(f"{failed} attacks failed numerically: that says nothing about the defence.")
+    for row in rows:
+        if failed := row["failed_numerically"]:
+            notes.append(
+                f"{row['recipe']}, round {row['round']}: {failed} of {row['victims']} attacks failed numerically and are "
+                "left out; that says nothing about the defence."
+            )
     print_table(
         f"{first['method']} on {first['tap']}, {first['dataset']}, {first['victims']} victims, batch {first['batch']}",
         columns, body, right=columns[1:],
@@ -246,7 +249,17 @@ def _show_gradients(rows: list[dict[str, Any]]) -> None:
     print("\n".join(notes))
 
 
+def _membership_row(rates: dict[str, Any]) -> list[str]:
+    """Four figures with their intervals; "-" where there is none."""
+    return [
+        "-" if rates[k] is None else "{:.3f} [{:.3f}, {:.3f}]".format(rates[k], *rates[f"{k}_interval"])
+        for k in ("auc", "balanced_accuracy", "tpr_at_1pct", "tpr_at_01pct")
+    ]
+
+
 def _show(results: dict[str, Any]) -> None:
+    from fedveil.runs.report_attacks import empty_because
+
     for kind, found in results.items():
         if "not_done" in found:
             print(f"{kind}: not done. {found['not_done']}")
@@ -254,18 +267,9 @@ def _show(results: dict[str, Any]) -> None:
             _show_gradients(found.get("results", [found]))
         elif kind == "membership":
             columns = ["attack", "AUC", "balanced acc.", "TPR at 1%", "TPR at 0.1%"]
-            names = ("auc", "balanced_accuracy", "tpr_at_1pct", "tpr_at_01pct")
-            rows = [
-                [
-                    name,
-                    *(
-                        f"{r[k]:.3f} [{r[k + '_interval'][0]:.3f}, {r[k + '_interval'][1]:.3f}]"
-                        for k in names
-                    ),
-                ]
-                for name, r in found["methods"].items()
-            ]
+            rows = [[name, *_membership_row(r)] for name, r in found["methods"].items()]
             print_table("Membership inference, 95% intervals", columns, rows, right=columns[1:])
+            print("\n".join(empty_because(found["methods"])))
         elif kind == "attribute":
             print(
                 f"attribute '{found['attribute']}': accuracy {found['accuracy']:.3f}, F1 {found['f1']:.3f}; "
