@@ -109,7 +109,35 @@ def test_half_the_noise_is_called_broken_and_the_right_noise_is_not():
     in 40 runs more than 6 have probability < 1%."""
     assert all(verdict(2.0, 1.0, seed=s).verdict == "promise broken" for s in range(40))
     assert sum(verdict(1.0, 1.0, seed=s).verdict == "promise broken" for s in range(40)) <= 6
-    assert verdict(1.0, 1.0, seed=1).verdict == "promise holds"
+    assert verdict(1.0, 1.0, canaries=1000, seed=1).verdict == "promise holds"
+
+
+def test_a_correct_mechanism_is_accused_no_oftener_than_stated():
+    """The level is 5% over all tests together: of 400 correct runs more than 33 have probability below 0.3%."""
+    accused = [verdict(mu, mu, seed=s).verdict == "promise broken" for mu in (0.3, 1.0) for s in range(200)]
+    assert sum(accused) <= 33
+
+
+@pytest.mark.parametrize("mu", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("canaries", [100, 400, 1600])
+def test_half_the_noise_is_never_said_to_hold(mu, canaries):
+    """In units of the promised noise. Too few canaries may leave it open; "holds" would need luck of about 1%: 2 or
+    more of 12 have probability below 1%."""
+    rng = np.random.default_rng(8)
+    said = []
+    for _ in range(12):
+        half = [rng.normal(mean, 0.5, canaries // 2) for mean in (mu, 0.0)]
+        found = audit.judge(
+            Scores(*half), epsilon_promised=audit.gaussian_epsilon(mu, 1e-5), delta=1e-5, threshold=mu / 2,
+            curve=curve(mu), independent=True,
+        )  # fmt: skip
+        said.append(found.verdict)
+    assert said.count("promise holds") <= 1
+
+
+def test_a_signal_that_never_arrives_is_no_evidence():
+    """10,000 canaries could tell half the noise, but these were lost on the way."""
+    assert verdict(0.0, 1.0, canaries=10_000).verdict == "not enough evidence"
 
 
 def test_few_canaries_are_not_enough_evidence():

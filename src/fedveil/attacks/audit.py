@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -293,23 +292,29 @@ def ceiling(canaries: int, delta: float, significance: float = 0.05) -> float:
     return one_run_epsilon(canaries, canaries, canaries, delta, significance)
 
 
+Counts = tuple[int, int, int, int]
+"""(true positives, included, false positives, excluded) at one threshold"""
+
+
+def counts_at(scores: Scores, threshold: float) -> Counts:
+    """How many canaries of each group lie at or above the threshold."""
+    tp, fp = counts(scores, np.array([threshold]))
+    return int(tp[0]), len(scores.included), int(fp[0]), len(scores.excluded)
+
+
 def against_curve(
-    scores: Scores,
+    seen: Counts,
     curve: Callable[[float], float],
     significance: float,
-    threshold: float,
     epsilons: Sequence[float] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
-) -> tuple[bool, float | None]:
-    """Does one threshold's exact interval contradict the promise TPR <= e^eps FPR + delta(eps) anywhere?
+) -> float | None:
+    """Where do exact intervals contradict the promise TPR <= e^eps FPR + delta(eps) most, if anywhere?
 
     curve gives the promised delta at any epsilon (infinite epsilon promises nothing). Both directions of the
-    relation are tested. One interval per rate serves every epsilon, so no further correction is due.
-    Returns (contradicted, the epsilon at which it is worst)."""
-    tp, fp = counts(scores, np.array([threshold]))
-    false_positive = float(upper_rate(int(fp[0]), len(scores.excluded), significance / 2))
-    false_negative = float(
-        upper_rate(len(scores.included) - int(tp[0]), len(scores.included), significance / 2)
-    )
+    relation are tested. One interval per rate serves every epsilon, so no further correction is due."""
+    tp, included, fp, excluded = seen
+    false_positive = float(upper_rate(fp, excluded, significance / 2))
+    false_negative = float(upper_rate(included - tp, included, significance / 2))
     worst, where = 0.0, None
     for epsilon in epsilons:
         promised = curve(epsilon)
@@ -317,28 +322,35 @@ def against_curve(
             excess = (1 - other) - (math.exp(epsilon) * one + promised)
             if excess > worst:
                 worst, where = excess, epsilon
-    return where is not None, where
+    return where
 
 
-def _double_visible(canaries: int, epsilon: float, delta: float, significance: float) -> bool:
-    """Would randomised response with twice the epsilon be refuted by its expected number of right guesses?"""
-    right = math.floor(canaries * float(expit(2 * epsilon)))
-    return one_run_epsilon(canaries, canaries, right, delta, significance) > epsilon
+# "promise holds" is said only where a twofold violation would be called broken even if both groups of canaries came out
+# less telling than one time in 20 each. Both together: it escapes with a probability of about 1% (normal approximation).
+UNLUCKY = 0.05
 
 
-def half_noise_visible(scores: Scores, curve: Callable[[float], float], significance: float) -> bool:
-    """Would a Gaussian mechanism with half the promised noise exceed the promised total variation by more than
-    the width of the intervals?"""
-    promised = curve(0.0)
-    if promised >= 1:
-        return False
-    doubled = 2 * ndtr(2 * ndtri((1 + promised) / 2)) - 1
-    rate = (1 - doubled) / 2
-    width = sum(
-        float(upper_rate(math.ceil(rate * n), n, significance / 2)) - rate
-        for n in (len(scores.included), len(scores.excluded))
-    )
-    return bool(doubled - width > promised)
+def double_epsilon(canaries: int, epsilon: float) -> Counts:
+    """Counts of randomised response with twice the epsilon, in an unlucky draw."""
+    half = canaries // 2
+    right = int(binom.ppf(UNLUCKY, half, expit(2 * epsilon)))
+    return right, half, half - right, half
+
+
+def half_noise(scores: Scores, threshold: float) -> Counts:
+    """Counts that these canaries would give under half the noise, in an unlucky draw.
+
+    Scores are in units of the promised noise. The signal is taken from the scores themselves: the mean of the included
+    ones, and what they vary more than the excluded ones. So a canary whose signal was lost on the way tells nothing,
+    and a run that really has half the noise is compared with itself."""
+    inside, outside = scores.included, scores.excluded
+    noise, extra = float(outside.std()), max(0.0, float(inside.var() - outside.var()))
+    quiet = 0.5 * (outside - outside.mean()) / (noise or 1.0)
+    shrink = math.sqrt((extra + 0.25) / max(float(inside.var()), 1e-30))
+    found = inside.mean() + (inside - inside.mean()) * shrink
+    hits = binom.ppf(UNLUCKY, len(inside), float((found >= threshold).mean()))
+    alarms = binom.ppf(1 - UNLUCKY, len(outside), float((quiet >= threshold).mean()))
+    return int(hits), len(inside), int(alarms), len(outside)
 
 
 # --- the verdict ----------------------------------------------------------------------------------------------
@@ -376,6 +388,7 @@ def judge(
     curve: Callable[[float], float] | None = None,
     independent: bool = False,
     gaussian: bool = True,
+    reports: bool = False,
     significance: float = 0.05,
 ) -> Audit:
     """Bounds at a threshold that was fixed in advance, and the verdict.
@@ -383,9 +396,11 @@ def judge(
     independent: canaries cannot influence each other's scores (own coordinates, own noise); then the exact
     interval, the Gaussian route and the promised curve take part, otherwise only the one-run bounds. The level
     is split evenly between the tests that may accuse. gaussian: the mechanism's trade-off curve is no worse than a
-    Gaussian one (false for randomised response), so that the bounds that assume it may accuse. "promise holds" is
-    said only if a twofold violation would have been seen: half the noise by the promised curve where that is tested,
-    otherwise twice the epsilon by the one-run bound; if not, "not enough evidence".
+    Gaussian one (false for Laplace, Staircase, randomised response), so that the bounds that assume it may accuse.
+    reports: scores are bits of randomised response, not a signal in noise of promised deviation 1.
+
+    "promise holds" is said only if a twofold violation (half the noise; twice the epsilon for reports) would have been
+    called broken by the same tests (see UNLUCKY); if not, "not enough evidence".
     """
     tests: dict[str, Bound] = {"one_run": one_run_bound(delta)}
     if gaussian:
@@ -394,9 +409,18 @@ def judge(
         tests["clopper_pearson"] = clopper_pearson_bound(delta)
     if independent and gaussian:
         tests["gaussian"] = gaussian_bound(delta)
-    level = significance / (len(tests) + (curve is not None and independent))
-    fixed = partial(lower_bound, scores, significance=level, strategy="fixed", threshold=threshold)
-    bounds = {name: fixed(bound=test) for name, test in tests.items()}
+    tested = curve if independent else None
+    level = significance / (len(tests) + (tested is not None))
+
+    def bounds_of(seen: Counts) -> dict[str, float]:
+        return {name: test(*seen, level, 0.0) for name, test in tests.items()}
+
+    def refuted(seen: Counts, promised: float) -> bool:
+        curved = tested is not None and against_curve(seen, tested, level) is not None
+        return curved or max(bounds_of(seen).values()) > promised
+
+    seen = counts_at(scores, threshold)
+    bounds = bounds_of(seen)
     lower = max(bounds.values())
     most = ceiling(scores.canaries, delta, level)
     if independent:
@@ -408,22 +432,17 @@ def judge(
         reason += "; nothing finite is promised here"
         return Audit(lower, None, delta, most, "not enough evidence", status, bounds, scores.canaries,
                      significance, threshold, reason)  # fmt: skip
-    contradicted, where = (False, None)
-    if curve is not None and independent:
-        contradicted, where = against_curve(scores, curve, level, threshold)
-    if lower > epsilon_promised or contradicted:
-        verdict: Verdict = "promise broken"
-        if contradicted:
-            reason += f"; the promised curve is contradicted at epsilon {where:g}"
-    elif (
-        half_noise_visible(scores, curve, level)
-        if curve is not None and independent
-        else _double_visible(scores.canaries, epsilon_promised, delta, level)
-    ):
+    verdict: Verdict = "promise broken"
+    worse = double_epsilon(scores.canaries, epsilon_promised) if reports else half_noise(scores, threshold)
+    if refuted(seen, epsilon_promised):
+        where = against_curve(seen, tested, level) if tested is not None else None
+        reason += f"; the promised curve is contradicted at epsilon {where:g}" if where is not None else ""
+    elif refuted(worse, epsilon_promised):
         verdict = "promise holds"
         reason += f", promised {epsilon_promised:.3g}, {scores.canaries} canaries could show up to {most:.3g}"
     else:
         verdict = "not enough evidence"
-        reason += f", promised {epsilon_promised:.3g}: twice that could not be told from it by {scores.canaries} canaries"
+        violation = "twice that" if reports else "half the noise"
+        reason += f", promised {epsilon_promised:.3g}: {violation} could not be told from it by {scores.canaries} canaries"
     return Audit(lower, epsilon_promised, delta, most, verdict, status, bounds, scores.canaries, significance,
                  threshold, reason)  # fmt: skip

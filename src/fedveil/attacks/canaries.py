@@ -3,8 +3,8 @@
 Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of the first layer if
 that is dense, else of an extra dense layer beside the user's model. Its gradient is far above any clip bound and lies
 in that column, so after clipping it is a worst-case contribution, and no two canaries (and no real data) meet in a
-coordinate. A fair coin decides whether a canary is in or replaced by a row without a slot (zero-out neighbours, so that
-client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner product of the
+coordinate. A fair coin of its own decides whether a canary is in or replaced by a row without a slot (zero-out neighbours, so
+that client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner product of the
 canary's gradient direction with what was released, summed over the run.
 
 Learning rates are chosen so that the slots keep their gradient through the run: they scale contribution and noise
@@ -31,6 +31,7 @@ from fedveil.engines.simulate import Prepared, cohort_of, header_of, prepare, re
 from fedveil.errors import UserError
 from fedveil.keys import generator
 from fedveil.learning import ldp, local
+from fedveil.learning.recipes import Recipe
 from fedveil.learning.reference import example_gradient
 from fedveil.learning.round import (
     State,
@@ -44,8 +45,9 @@ from fedveil.learning.round import (
 )
 from fedveil.learning.view import result_of
 from fedveil.models.layout import flatten, layout_of
-from fedveil.privacy.events import Observer, Unit
+from fedveil.privacy.events import Noise, Observer, Unit
 from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.mechanisms import mechanism
 from fedveil.runs.config import RunConfig
 
 LOUD = 1000.0  # size of a slot's feature: its gradient dwarfs the rest of the example's
@@ -121,9 +123,10 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
         raise UserError(
             "canary slots need additive noise; LDP-FL's two-valued reports are not audited this way."
         )
-    unit, _ = unit_of(prepared)
+    unit, observer = unit_of(prepared)
     draw = generator(seed, "canaries")
-    taking_part = _participations(prepared)
+    # A promise to whoever sees only the release may count on a secret cohort, so hosts must not be chosen by looking at it.
+    taking_part = draw.permutation(dealt.clients) if observer == "public" else _participations(prepared)
     if unit == "client":
         hosts = taking_part[:canaries]
     else:
@@ -132,8 +135,7 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     if len(hosts) < 2:
         raise UserError(f"no room for canaries: {dealt.clients} clients; an audit needs at least two.")
     count = len(hosts)
-    included = np.zeros(count, bool)
-    included[draw.permutation(count)[: count // 2]] = True  # as many in as out; which is a fair coin
+    included = draw.random(count) < 0.5
 
     outputs = 1 if dataset.classes is None else int(dataset.classes)
     width = math.prod(dataset.shape)
@@ -178,8 +180,11 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     else:
         sigma = max(1e-3, max(moment_of(task, start(task, prepared.initial)).sigmas))
         steps = task.setting.steps * task.setting.rounds
-        drift = LOUD * sigma * bound * math.sqrt(steps) / task.setting.batch
-        rates |= {"learning_rate": min(task.learning_rate, 0.2 / drift), "server_learning_rate": 1.0}
+        size = min(dealt.size(int(c)) for c in np.unique(hosts))
+        batch = min(task.setting.batch, size)
+        # what noise and the canary's own gradient can move a slot's output in the whole run
+        drift = LOUD * bound * (sigma * math.sqrt(steps) + steps * batch / size) / batch
+        rates |= {"learning_rate": min(task.learning_rate, 0.02 / drift), "server_learning_rate": 1.0}
     staged_task = replace(
         task, module=module, layout=layout, x=x, y=y, rows=rows,
         setting=replace(task.setting, layers=layout.layers, dimension=layout.size), **rates,
@@ -250,9 +255,11 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
         bound, sigma, steps = now.bounds[0], now.sigmas[0], task.setting.steps
         per = task.setting.batch if unit == "example" else task.setting.cohort
         factor = {"sum": 1.0, "example": math.sqrt(per), "mean": per}[recipe.noise_on]
-        noise = sigma * bound * factor if sigma * bound > 0 else 1.0
+        noise = _deviation(staged, recipe, sigma) * bound * factor if sigma * bound > 0 else 1.0
         if recipe.clip.kind == "layer" and recipe.clip.split:
             bound /= math.sqrt(task.layout.layers)
+        if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
+            bound /= float(np.abs(staged.direction).sum())
         rate = learning_rate_of(prepared.task, state.round)
         if observer == "public":
             scale = task.setting.cohort if recipe.where == "server" else _everyone(promise) / rate
@@ -282,6 +289,15 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
     return Scores(values[chosen], values[~chosen]), threshold
 
 
+def _deviation(staged: Staged, recipe: Recipe, sigma: float) -> float:
+    """Standard deviation of one coordinate's noise at clip bound 1."""
+    if recipe.mechanism == "gaussian":
+        return sigma
+    size = staged.prepared.task.layout.size
+    noise = Noise(recipe.mechanism, sigma, recipe.clip.norm, size)  # type: ignore[arg-type]
+    return math.sqrt(mechanism(noise).variance())
+
+
 def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> Scores:
     """LDP-FL: weights that a coin puts far above or far below their range, and the bits reported for them.
 
@@ -301,8 +317,7 @@ def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> 
         if not client:
             continue
         centre, radius = ldp.per_weight(ranges_of(state), layout)
-        up = np.zeros(layout.size, bool)
-        up[draw.permutation(layout.size)[: layout.size // 2]] = True
+        up = draw.random(layout.size) < 0.5
         ends = np.where(up, centre + 10 * radius, centre - 10 * radius)[None]
         (upload,) = uploads_of(task, now, state, client, result_of(ends - state.weights))
         assert upload.bits is not None
@@ -383,7 +398,7 @@ def audit(
         epsilon, status, curve = promised(ledger, observer, unit, config.delta)
     executed = prepare(practice) if practice else base
     if reports:
-        scores, threshold = report_scores(executed, canaries, rounds, seed), 0.5
+        scores, threshold, coins = report_scores(executed, canaries, rounds, seed), 0.5, None
         engine = "reports of the client's own code"
         if base.task.recipe.channel == "shuffle-parameters" and status == "sound":
             epsilon = moment_of(base.task, start(base.task, base.initial)).epsilon
@@ -392,6 +407,7 @@ def audit(
         staged = stage(executed, canaries, seed)
         scores, threshold = score(staged, base, rounds)
         engine = staged.prepared.engine
+        coins = "".join(map(str, staged.included.astype(int)))
     found = judge(
         scores,
         epsilon_promised=epsilon,
@@ -400,7 +416,8 @@ def audit(
         status=status,
         curve=curve if status == "sound" and not reports else None,
         independent=True,
-        gaussian=not reports,
+        gaussian=base.task.recipe.mechanism == "gaussian",
+        reports=reports,
         significance=significance,
     )
     facts = {
@@ -408,6 +425,8 @@ def audit(
         "observer": observer,
         "rounds": rounds,
         "engine": engine,
+        "seed": seed,
+        "coins": coins,
         "cpu_seconds": time.process_time() - began,
         "scores": {"included_mean": float(scores.included.mean()), "excluded_mean": float(scores.excluded.mean()),
                    "included_deviation": float(scores.included.std()), "excluded_deviation": float(scores.excluded.std())},

@@ -133,10 +133,13 @@ class Ledger:
             raise
 
     @classmethod
-    def read(cls, path: Path | str, until: int | None = None) -> Ledger:
-        """Look at a ledger without locking or repairing it, as it was after record `until` if given."""
+    def read(cls, path: Path | str, until: int | None = None, *, rounds: int | None = None) -> Ledger:
+        """Look at a ledger without locking or repairing it, as it was after record `until` or round `rounds` if given."""
         contents = read(path)
         records = contents.records if until is None else contents.records[: until + 1]
+        if rounds is not None:
+            later = (r.body["kind"] == "release" and r.body["round"] > rounds for r in records)
+            records = records[: next((at for at, is_later in enumerate(later) if is_later), len(records))]
         ledger = cls(_header_of(path, records), records, None)
         ledger.torn_bytes = len(contents.torn)
         return ledger

@@ -175,11 +175,11 @@ class Run:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None
 
-    def ledger(self) -> Any:
-        """The run's ledger, opened for reading."""
+    def ledger(self, rounds: int | None = None) -> Any:
+        """The run's ledger, opened for reading, as it was after that many rounds if given."""
         from fedveil.privacy.ledger import Ledger
 
-        return Ledger.read(self.path / "ledger.jsonl")
+        return Ledger.read(self.path / "ledger.jsonl", rounds=rounds)
 
     def rounds(self) -> list[int]:
         """Rounds with a checkpoint."""
