@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -136,11 +137,38 @@ def test_membership_and_decoder_of_a_run(finished):
     found = json.loads(
         call("attack", finished, "--kind", "membership", "--shadows", 2, "--pool", 80, "--json").stdout
     )
-    for key in ("auc", "balanced_accuracy", "tpr_at_1pct", "tpr_at_01pct"):
+    for key in ("auc", "balanced_accuracy"):
         low, high = found[f"{key}_interval"]
         assert low <= found[key] <= high
+    for key in ("tpr_at_1pct", "tpr_at_01pct"):  # 40 non-members cannot show them
+        assert found[key] is None and found[f"{key}_interval"] is None
+    assert "needs 100 non-members" in found["reason"]
     found = json.loads(call("attack", finished, "--kind", "decoder", "--victims", 10, "--json").stdout)
     assert {"mse", "mae", "ssim"} <= set(found)
+
+
+def test_failed_membership_attacks_are_shown_empty_with_their_reason(capsys):
+    """On the terminal and in the report: a dash and why, never a figure."""
+    from dataclasses import asdict
+
+    from fedveil.attacks.membership import failed, rates
+    from fedveil.commands.attack import _show
+    from fedveil.runs.report_attacks import attack_card
+
+    member = np.arange(400) < 200
+    found = {
+        "rmia": asdict(failed("3 of 400 scores are not finite", 3)),
+        "canary": asdict(rates(member, member)),
+    }
+    data = json.loads(json.dumps({"kind": "membership", "method": "rmia", **found["rmia"], "methods": found}))
+    _show({"membership": data})
+    shown = capsys.readouterr().out
+    assert "Empty for rmia: The attack failed numerically (3 of 400" in shown and "0.500" not in shown
+    assert "Empty for canary: TPR at 0.1% needs 1,000 non-members" in shown
+    card = attack_card({"kind": "membership", "data": data})
+    assert dict(card["methods"])["rmia"] == ["–"] * 4
+    assert dict(card["methods"])["canary"][0].startswith("1 (") and dict(card["methods"])["canary"][3] == "–"
+    assert len(card["empty"]) == 2
 
 
 def test_an_attribute_attack_needs_an_attribute(finished):

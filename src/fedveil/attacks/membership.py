@@ -8,6 +8,8 @@ trained the same way on other halves of the pool (`TrainMany`). Scores are highe
     lira offline  upper tail of the OUT Gaussian only: how unusually confident is the target for a non-member?
     canary        lira on queries optimised so that IN shadows are confident and OUT shadows are not (Wen 2023)
     rmia          pairwise likelihood ratios against population examples (Zarifzadeh 2024)
+
+An attack whose scores are not finite has failed: it gets no figures and a reason, never an AUC of 0.5.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import log_ndtr, logsumexp, softmax
-from scipy.stats import beta, rankdata
+from scipy.stats import beta, binom, rankdata
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -104,17 +106,23 @@ def rmia(
     """Share of population examples z that x beats: (p(x|t)/p(x)) / (p(z|t)/p(z)) >= gamma.
 
     Arguments are probabilities of the true label: target [n], shadows [S, n], population [m],
-    shadow_population [S, m] (population examples are in no shadow). offline: p(x) is estimated from OUT shadows
-    alone, and moved towards 1 by the published linear correction with `slope`."""
-    out = np.where(~inside, shadows, 0).sum(0) / np.maximum((~inside).sum(0), 1)
+    shadow_population [S, m]. Population examples lie outside the pool: neither the target nor any shadow was
+    trained on them, so p(z) is the shadows' plain mean. offline: p(x) is estimated from OUT shadows alone, and
+    p(x) and p(z) are moved towards 1 by the published linear correction with `slope`."""
+    p_x = np.where(~inside, shadows, 0).sum(0) / np.maximum((~inside).sum(0), 1)
+    p_z = shadow_population.mean(0)
     if offline:
-        average = 0.5 * ((1 + slope) * out + (1 - slope))
+        p_x, p_z = (0.5 * ((1 + slope) * p + (1 - slope)) for p in (p_x, p_z))
     else:
-        average = 0.5 * (out + np.where(inside, shadows, 0).sum(0) / np.maximum(inside.sum(0), 1))
-    of_x = np.log(np.maximum(target, 1e-300)) - np.log(np.maximum(average, 1e-300))
-    everywhere = np.maximum(shadow_population.mean(0), 1e-300)
-    of_z = np.sort(np.log(np.maximum(population, 1e-300)) - np.log(everywhere))
-    return np.searchsorted(of_z, of_x - np.log(gamma), side="right") / len(of_z)
+        p_x = 0.5 * (p_x + np.where(inside, shadows, 0).sum(0) / np.maximum(inside.sum(0), 1))
+
+    def log_ratio(p: np.ndarray, average: np.ndarray) -> np.ndarray:
+        return np.log(np.maximum(p, 1e-300)) - np.log(np.maximum(average, 1e-300))
+
+    of_z = log_ratio(population, p_z)
+    if not np.isfinite(of_z).all():
+        return np.full(len(target), np.nan)  # a NaN among the z would pass for an example that nobody beats
+    return np.searchsorted(np.sort(of_z), log_ratio(target, p_x) - np.log(gamma), side="right") / len(of_z)
 
 
 def shokri(
@@ -186,43 +194,79 @@ def canary_queries(
 # --- how well it worked ---------------------------------------------------------------------------------------
 
 
+Interval = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Figures of one attack with 95% intervals."""
+    """Figures of one attack with 95% intervals; None where there is nothing to report, and `reason` says why."""
 
-    auc: float
-    auc_interval: tuple[float, float]
-    balanced_accuracy: float
-    balanced_accuracy_interval: tuple[float, float]
-    tpr_at_1pct: float
-    tpr_at_1pct_interval: tuple[float, float]
-    tpr_at_01pct: float
-    tpr_at_01pct_interval: tuple[float, float]
+    auc: float | None = None
+    auc_interval: Interval | None = None
+    balanced_accuracy: float | None = None
+    balanced_accuracy_interval: Interval | None = None
+    tpr_at_1pct: float | None = None
+    tpr_at_1pct_interval: Interval | None = None
+    tpr_at_01pct: float | None = None
+    tpr_at_01pct_interval: Interval | None = None
     roc: tuple[tuple[float, float], ...] = ()  # (false, true) positive rates, thinned for a drawing
+    failed_numerically: int = 0  # examples without a finite score: with any, the attack has failed
+    reason: str = ""
 
 
 def rates(scores: np.ndarray, member: np.ndarray, seed: int = 0, resamples: int = 300) -> Rates:
     """AUC (bootstrap interval); balanced accuracy at the threshold that was best on the other half (cross-fitted,
-    exact interval); TPR at fixed FPR (exact interval at the threshold that the non-members set)."""
-    scores = np.nan_to_num(
-        np.asarray(scores, np.float64), nan=np.nanmedian(scores) if np.isfinite(scores).any() else 0.0
-    )
+    exact interval); TPR at fixed FPR (`tpr_interval`).
+
+    A rate of false alarms below one non-member cannot be measured: 1% needs 100 of them, 0.1% needs 1,000."""
+    scores = np.asarray(scores, np.float64)
+    broken = int((~np.isfinite(scores)).sum())
+    if broken:
+        return failed(f"{broken} of {len(scores)} scores are not finite", broken)
     inside, outside = scores[member], scores[~member]
     rng = np.random.default_rng(seed)
     boot = [auc(rng.choice(inside, len(inside)), rng.choice(outside, len(outside))) for _ in range(resamples)]
     low, high = np.quantile(boot, [0.025, 0.975])
     right, total = _crossfitted(inside, outside, rng)
     out: dict[str, Any] = {}
-    for name, rate in (("tpr_at_1pct", 0.01), ("tpr_at_01pct", 0.001)):
-        allowed = int(np.floor(rate * len(outside)))
-        cut = np.sort(outside)[::-1][allowed]
-        hits = int((inside > cut).sum())
-        out[name], out[f"{name}_interval"] = hits / len(inside), exact_interval(hits, len(inside))
+    missing = []
+    for name, percent, needed in (("tpr_at_1pct", 1, 100), ("tpr_at_01pct", 0.1, 1000)):
+        if len(outside) < needed:
+            missing.append(f"TPR at {percent}% needs {needed:,} non-members, there are {len(outside)}.")
+            continue
+        cut = np.sort(outside)[::-1][len(outside) // needed]
+        out[name] = float((inside > cut).mean())
+        out[f"{name}_interval"] = tpr_interval(inside, outside, 1 / needed)
     cuts = np.quantile(scores, np.linspace(1, 0, 61))
     out["roc"] = ((0.0, 0.0), *((float((outside >= c).mean()), float((inside >= c).mean())) for c in cuts))
     return Rates(
-        auc(inside, outside), (float(low), float(high)), right / total, exact_interval(right, total), **out
+        auc(inside, outside), (float(low), float(high)), right / total, exact_interval(right, total),
+        reason=" ".join(missing), **out,
+    )  # fmt: skip
+
+
+def failed(why: str, examples: int) -> Rates:
+    """The figures of an attack that broke down: none."""
+    return Rates(
+        failed_numerically=examples,
+        reason=f"The attack failed numerically ({why}): this says nothing about the defence.",
     )
+
+
+def tpr_interval(inside: np.ndarray, outside: np.ndarray, rate: float, level: float = 0.95) -> Interval:
+    """Interval of the true positive rate at a false positive rate of `rate`; covers with at least `level`.
+
+    The threshold is itself estimated: two order statistics of the non-members enclose it, and each end is the
+    Clopper-Pearson bound of the members above one of them. Each of these four events may fail with a
+    quarter of 1 - level (Bonferroni), whatever the distributions, with or without ties. The lower end is 0
+    when the non-members cannot bound the threshold from above (fewer than 436 of them for 1%)."""
+    tail = (1 - level) / 4
+    ordered = np.concatenate([[np.inf], np.sort(outside)[::-1], [-np.inf]])  # [k]: the k-th largest
+    strict = ordered[int(binom.ppf(tail, len(outside), rate))]
+    loose = ordered[int(binom.ppf(1 - tail, len(outside), rate)) + 1]
+    found = [int((inside > cut).sum()) for cut in (strict, loose)]
+    low, high = (exact_interval(hits, len(inside), 1 - 2 * tail) for hits in found)
+    return low[0], high[1]
 
 
 def auc(inside: np.ndarray, outside: np.ndarray) -> float:
@@ -253,7 +297,7 @@ def _crossfitted(inside: np.ndarray, outside: np.ndarray, rng: np.random.Generat
     return right, 2 * size
 
 
-def exact_interval(hits: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+def exact_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
     """Clopper-Pearson interval of a rate."""
     tail = (1 - level) / 2
     low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, trials - hits + 1))
@@ -283,19 +327,28 @@ def infer(
 ) -> dict[str, Rates]:  # fmt: skip
     """Attack `target` weights on the pool (x, y) with true membership `member`, by every method asked for.
 
-    population: further non-member examples for rmia (default: none, then it uses the pool's own OUT examples)."""
+    population: examples outside the pool that no model was trained on; rmia needs them. If the target's weights or
+    outputs are not finite, every method has failed. Shadows that are not finite are an error."""
     unknown = [m for m in methods if m not in METHODS]
     if unknown:
         raise UserError(f"unknown membership attack '{unknown[0]}'; choose from {', '.join(METHODS)}.")
     if shadows < 2:
         raise UserError("membership inference needs at least 2 shadow models (--shadows 2).")
+    if "rmia" in methods and (population is None or not len(population[0])):
+        raise UserError("rmia needs population examples outside the pool.")
+    ours = logits(module, layout, target, x)[0]
+    broken = len(y) if not np.isfinite(target).all() else int((~np.isfinite(ours).all(-1)).sum())
+    if broken:
+        return dict.fromkeys(
+            methods, failed("the attacked model's weights or outputs are not finite", broken)
+        )
     inside = halves(shadows, len(y), seed)
     weights = train_many(inside)
-    if not np.isfinite(weights).all():
+    theirs = logits(module, layout, weights, x)
+    if not (np.isfinite(weights).all() and np.isfinite(theirs).all()):
         raise UserError(
             "a shadow model diverged; lower the learning rate. This says nothing about the defence."
         )
-    ours, theirs = logits(module, layout, target, x)[0], logits(module, layout, weights, x)
     aim, seen = confidence(ours, y), confidence(theirs, y)
     out: dict[str, np.ndarray] = {}
     if "shokri" in methods:
@@ -310,7 +363,8 @@ def infer(
         answered = confidence(logits(module, layout, weights, query), y)
         out["canary"] = lira_online(aim, seen, inside) + lira_online(aimed, answered, inside)
     if "rmia" in methods:
-        zx, zy = population if population is not None else (x, y)
+        assert population is not None
+        zx, zy = population
         of_z = logits(module, layout, target, zx)[0]
         shadow_z = logits(module, layout, weights, zx)
         out["rmia"] = rmia(

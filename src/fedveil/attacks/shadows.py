@@ -6,7 +6,10 @@ random half of the pool (the threat model of a privacy audit, the strongest for 
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +22,8 @@ from fedveil.learning import local
 from fedveil.learning.plan import ClientWork
 from fedveil.learning.round import State, model_weights, moment_of, plan_of, start, work_of
 
+POPULATION = 2500  # most population examples: more make rmia's scores finer, not better
+
 
 @dataclass(frozen=True, eq=False)
 class Pool:
@@ -29,6 +34,7 @@ class Pool:
     rows: np.ndarray  # [n] row numbers of the pool in x
     member: np.ndarray  # [n]
     host: np.ndarray  # [n] client that holds the example when it is in
+    population: tuple[np.ndarray, np.ndarray]  # x, y of test rows outside the pool, in no model
 
 
 def pool_of(prepared: Prepared, size: int, seed: int) -> Pool:
@@ -43,18 +49,22 @@ def pool_of(prepared: Prepared, size: int, seed: int) -> Pool:
         raise UserError(f"a pool of {2 * half} examples is too small: use more data or raise --pool.")
     chosen = [held[i] for i in draw.choice(len(held), half, replace=False)]
     tests = draw.choice(len(dataset.x_test), half, replace=False)
+    others = np.setdiff1d(np.arange(len(dataset.x_test)), tests)
+    others = generator(seed, "population").permutation(others)[:POPULATION]
     return Pool(
         x=np.concatenate([task.x, dataset.x_test[tests].astype(task.x.dtype)]),
         y=np.concatenate([task.y, dataset.y_test[tests].astype(task.y.dtype)]),
         rows=np.concatenate([[row for row, _ in chosen], len(task.x) + np.arange(half)]).astype(np.int64),
         member=np.arange(2 * half) < half,
         host=np.array([client for _, client in chosen] + draw.integers(0, dealt.clients, half).tolist()),
+        population=(dataset.x_test[others].astype(task.x.dtype), dataset.y_test[others].astype(task.y.dtype)),
     )
 
 
 def trainer(prepared: Prepared, pool: Pool, seed: int) -> TrainMany:
-    """Train one model per member mask. With one client (central training) all shadows are one stack; federations
-    are played one after the other, each with its cohort as a stack."""
+    """Train one model per member mask. With one client (central training) all shadows are one stack. Federations
+    start each round from weights of their own, which no stack can: each trains its cohort as a stack, and one
+    thread per core plays one federation after the other. Numbers do not depend on the number of threads."""
 
     def with_members(number: int, mask: np.ndarray) -> Prepared:
         dropped = set(pool.rows[~mask].tolist())
@@ -69,14 +79,16 @@ def trainer(prepared: Prepared, pool: Pool, seed: int) -> TrainMany:
         }
         dealt = replace(prepared.partition, rows_of=held.__getitem__, size_of=lambda c: len(held[c]))
         root = derive(seed, "shadow", number)
-        task = replace(prepared.task, x=pool.x, y=pool.y, rows=dealt.rows, root=root)
+        module = copy.deepcopy(prepared.task.module)  # torch swaps its weights in place: one per thread
+        task = replace(prepared.task, module=module, x=pool.x, y=pool.y, rows=dealt.rows, root=root)
         return replace(prepared, partition=dealt, task=task)
 
     def train_many(masks: np.ndarray) -> np.ndarray:
         shadows = [with_members(number, mask) for number, mask in enumerate(masks)]
         if _one_stack(prepared):
             return _stacked(shadows)
-        return np.stack([_federated(shadow) for shadow in shadows])
+        with local.one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
+            return np.stack(list(threads.map(_federated, shadows)))
 
     return train_many
 

@@ -269,7 +269,8 @@ def _show(results: dict[str, Any]) -> None:
             columns = ["attack", "AUC", "balanced acc.", "TPR at 1%", "TPR at 0.1%"]
             rows = [[name, *_membership_row(r)] for name, r in found["methods"].items()]
             print_table("Membership inference, 95% intervals", columns, rows, right=columns[1:])
-            print("\n".join(empty_because(found["methods"])))
+            for why in empty_because(found["methods"]):
+                print(why)
         elif kind == "attribute":
             print(
                 f"attribute '{found['attribute']}': accuracy {found['accuracy']:.3f}, F1 {found['f1']:.3f}; "

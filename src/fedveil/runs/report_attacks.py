@@ -66,6 +66,7 @@ def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ())
         "reason": "",
         "not_done": "",
         "methods": [],
+        "empty": [],
         "seat": "",
     }
     data = card.get("data")
@@ -110,7 +111,20 @@ def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ())
     methods = data.get("methods")
     if isinstance(methods, Mapping):
         out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
+        out["empty"] = empty_because(methods)
     return out
+
+
+def empty_because(methods: Mapping[str, Any]) -> list[str]:
+    """Why figures of these membership attacks are empty, each reason once, with the attacks that it holds for."""
+    held: dict[str, list[str]] = {}
+    for name, rates in methods.items():
+        if isinstance(rates, Mapping) and rates.get("reason"):
+            held.setdefault(str(rates["reason"]), []).append(str(name))
+    return [
+        f"Empty for {'all' if len(names) == len(methods) else ', '.join(names)}: {why}"
+        for why, names in held.items()
+    ]
 
 
 SEATS = {
