@@ -260,7 +260,7 @@ STAGE void image_backward(Run& run, int e) {
         const bool need_dx = i > run.first_trained;
         switch (op.kind) {
             case CONV: conv_backward(run, op, e, need_dx); break;
-            case FLATTEN: flatten(in, in.d, out, out.d + e * out.size, false); break;
+            case FLATTEN: flatten(in, in.d, out, out.d + e * out.size, false, nullptr); break;
             case GROUPNORM: group_norm_backward(run, op, e); break;
             case AVGPOOL:
                 memset(in.d, 0, size_t(in.size) * 4);

@@ -27,7 +27,7 @@ struct Layer {
 struct Net {
     int32_t count, units;
     int32_t outputs;
-    int64_t inputs, params;
+    int64_t inputs, params;  // inputs: of an example; what exceeds its image goes past all layers up to FLATTEN
     Layer layers[kMaxLayers];
     int64_t unit_begin[kMaxLayers + 1];  // unit u owns flat parameters unit_begin[u] … unit_begin[u + 1]
 };

@@ -189,7 +189,8 @@ void activate(const Tensor& in, const float* x, const Tensor& out, float* y, int
     }
 }
 
-STAGE void flatten(const Tensor& image, float* x, const Tensor& flat, float* y, bool forward) {
+// more: what an example has beyond its image, behind the image in the flat vector (see Net.inputs).
+STAGE void flatten(const Tensor& image, float* x, const Tensor& flat, float* y, bool forward, const float* more) {
     float* from = x + image.origin();
     const int area = image.h * image.w;
     for (int r = 0; r < image.h; ++r)
@@ -199,10 +200,13 @@ STAGE void flatten(const Tensor& image, float* x, const Tensor& flat, float* y, 
             if (forward) for (int j = 0; j < image.c; ++j) to[int64_t(j) * area] = pixel[j];
             else for (int j = 0; j < image.c; ++j) pixel[j] = to[int64_t(j) * area];
         }
-    if (forward) finish_pads(flat, y);
+    if (!forward) return;
+    for (int j = area * image.c; j < flat.c; ++j) y[j] = more[j - area * image.c];
+    finish_pads(flat, y);
 }
 
 STAGE void forward(Run& run, const float* const* rows, int n) {
+    const Layer& first = run.net->layers[0];
     for (int e = 0; e < n; ++e) {
         load_example(run, rows[e], e);
         for (int i = 0; i < run.tail; ++i) {
@@ -214,7 +218,7 @@ STAGE void forward(Run& run, const float* const* rows, int n) {
                 case CONV: conv_forward(run, op, e); break;
                 case MAXPOOL: max_pool_forward(run, op, e); break;
                 case AVGPOOL: avg_pool(run, op, x, y, true); break;
-                case FLATTEN: flatten(in, x, out, y, true); break;
+                case FLATTEN: flatten(in, x, out, y, true, rows[e] + int64_t(first.c) * first.h * first.w); break;
                 case GROUPNORM: group_norm_forward(run, op, e); break;
                 default: activate(in, x, out, y, op.kind);
             }

@@ -135,6 +135,9 @@ Net read_net(const Longs& layers, const Floats& eps, const Longs& unit_begin, in
         int32_t* fields[] = {&l.kind, &l.unit, &l.c, &l.h, &l.w, &l.oc, &l.oh, &l.ow, &l.kh, &l.kw, &l.sh, &l.sw, &l.ph, &l.pw, &l.groups};
         for (int j = 0; j < 15; ++j) *fields[j] = int32_t(f[j]);
         l.weight = f[15], l.bias = f[16], l.eps = eps.data()[i];
+        const int64_t image = int64_t(net.layers[0].c) * net.layers[0].h * net.layers[0].w;
+        if (l.kind == FLATTEN && int64_t(l.oc) != int64_t(l.c) * l.h * l.w + inputs - image)
+            throw std::invalid_argument("a Flatten layer does not fit the model's input");
     }
     return net;
 }

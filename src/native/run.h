@@ -136,7 +136,7 @@ void build(Run& run, const Net& net, const Plan& plan) {
             run.tensor[now].one = self->bias >= 0;
             now = op.out = new_tensor(run, self->oc, 1, 1, true);
         } else if (self->kind == FLATTEN) {
-            now = op.out = new_tensor(run, in.c * in.h * in.w, 1, 1, true);
+            now = op.out = new_tensor(run, self->oc, 1, 1, true);
         } else if (self->kind == MAXPOOL || self->kind == AVGPOOL) {
             now = op.out = new_tensor(run, in.c, self->oh, self->ow, false);
         } else {

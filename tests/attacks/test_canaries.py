@@ -17,6 +17,7 @@ from fedveil.attacks.canaries import audit
 from fedveil.engines.simulate import prepare
 from fedveil.engines.simulate import run as simulate
 from fedveil.errors import UserError
+from fedveil.learning import native
 from fedveil.learning.view import clip_gradients
 from fedveil.privacy.ledger import Ledger
 from fedveil.runs.config import make_config
@@ -90,7 +91,9 @@ def test_correct_runs_of_all_kinds_are_not_accused_and_half_their_noise_is_not_s
         wrong.append(found.verdict)
     assert right.count("promise broken") <= 1
     assert "promise holds" not in wrong
-    assert np.mean(spread) == pytest.approx(1.0, abs=0.12)  # 400 values of at most fourth moment 6: 3 deviations
+    assert np.mean(spread) == pytest.approx(
+        1.0, abs=0.12
+    )  # 400 values of at most fourth moment 6: 3 deviations
 
 
 def test_an_included_canary_arrives_with_its_whole_signal_after_many_rounds():
@@ -188,7 +191,18 @@ def test_an_audit_costs_less_than_twice_the_run(tmp_path):
     assert time.process_time() - began < 2 * usual
 
 
-def test_convolutions_get_their_slots_beside_the_model():
+@pytest.mark.skipif(not native.available(), reason="the compiled extension is not installed")
+def test_convolutions_are_audited_on_the_engine_that_trains_them():
+    config = configure(model="cpl-lenet", clients=10)
+    found, facts = audit(config, canaries=400)
+    assert found.verdict != "promise broken" and facts["engine"] == prepare(config).engine == "native"
+    assert facts["scores"]["included_mean"] == pytest.approx(1.0, abs=0.25)  # 3 deviations
+    half = configure({"sigma": 0.5}, model="cpl-lenet", clients=10)
+    assert audit(config, practice=half, canaries=400)[0].verdict == "promise broken"
+
+
+def test_other_models_get_their_slots_beside_them(monkeypatch):
+    monkeypatch.setattr(canaries, "_past_images", lambda *_: None)
     found, facts = audit(configure(model="cpl-lenet", clients=10), canaries=120)
     assert found.verdict != "promise broken" and facts["engine"] == "functional"
     broken, _ = audit(

@@ -90,7 +90,15 @@ def dense() -> nn.Sequential:
     )
 
 
+def beside() -> compile.Beside:
+    """Seven numbers behind the image go past the convolutions."""
+    body = nn.Sequential(nn.Conv2d(2, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 6, 2), nn.Tanh())
+    head = nn.Sequential(nn.Linear(6 * 2 * 3 + 7, 9), nn.ReLU(), nn.Linear(9, 3))
+    return compile.Beside(body, head, (2, 8, 10))
+
+
 NETS = {
+    "beside": (beside, (2 * 8 * 10 + 7,)),
     "papers": (papers_like, (1, 12, 11)),
     "padded": (padded, (3, 12, 13)),
     "strided": (strided, (2, 14, 15)),
@@ -406,6 +414,13 @@ def test_input_that_does_not_fit_is_an_error_not_a_crash(change, message):
     case = mlp()
     with pytest.raises(UserError, match=message):
         train(native, change(case), works(case), plan())
+
+
+def test_an_example_shorter_than_its_image_is_an_error_not_a_crash():
+    case = build(beside, (167,), 3)
+    short = Case(case.module, case.start, case.x[:, :150], case.y)
+    with pytest.raises(UserError, match="150 numbers"):
+        train(native, short, works(case), plan())
 
 
 def test_an_unknown_instruction_set_is_refused():

@@ -1,11 +1,11 @@
 """Canaries: replay a run's recipe with inserted units whose presence an observer tries to detect.
 
-Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of the first layer if
-that is dense, else of an extra dense layer beside the user's model. Its gradient is far above any clip bound and lies
-in that column, so after clipping it is a worst-case contribution, and no two canaries (and no real data) meet in a
-coordinate. A fair coin of its own decides whether a canary is in or replaced by a row without a slot (zero-out neighbours, so
-that client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner product of the
-canary's gradient direction with what was released, summed over the run.
+Each canary owns a *slot*: one input feature that no other unit uses, feeding its own column of the model's first dense
+layer, or of an extra one beside a model that the compiled engine does not know. Its gradient is far above any clip bound
+and lies in that column, so after clipping it is a worst-case contribution, and no two canaries (and no real data) meet
+in a coordinate. A fair coin of its own decides whether a canary is in or replaced by a row without a slot (zero-out
+neighbours, so that client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner
+product of the canary's gradient direction with what was released, summed over the run.
 
 Learning rates are chosen so that the slots keep their gradient through the run: they scale contribution and noise
 alike and are no part of any promise. Everything else (recipe, engine code, sampling, noise, merging) is the run's.
@@ -44,6 +44,8 @@ from fedveil.learning.round import (
     uploads_of,
 )
 from fedveil.learning.view import result_of
+from fedveil.models import compile
+from fedveil.models.compile import Beside
 from fedveil.models.layout import flatten, layout_of
 from fedveil.privacy.events import Noise, Observer, Unit
 from fedveil.privacy.ledger import Ledger
@@ -106,14 +108,35 @@ def _widened(module: nn.Module, width: int, slots: int) -> tuple[nn.Sequential, 
     first = parts.get(name or "")
     if not isinstance(first, nn.Linear) or first.in_features != width:
         return None
-    wide = nn.Linear(width + slots, first.out_features, bias=first.bias is not None)
-    with torch.no_grad():
-        wide.weight.zero_()
-        wide.weight[:, :width] = first.weight
-        if first.bias is not None:
-            wide.bias.copy_(first.bias)
+    wide = _with_slots(first, slots)
     rest = [(n, layer) for n, layer in parts.items() if n != name and not isinstance(layer, nn.Flatten)]
     return nn.Sequential(OrderedDict([("first", wide), *((f"next{n}", layer) for n, layer in rest)])), "first"
+
+
+def _with_slots(layer: nn.Linear, slots: int) -> nn.Linear:
+    wide = nn.Linear(layer.in_features + slots, layer.out_features, bias=layer.bias is not None)
+    with torch.no_grad():
+        wide.weight.zero_()
+        wide.weight[:, : layer.in_features] = layer.weight
+        if layer.bias is not None:
+            wide.bias.copy_(layer.bias)
+    return wide
+
+
+def _past_images(module: nn.Module, shape: tuple[int, ...], slots: int) -> tuple[Beside, str] | None:
+    """The same net with slots as further inputs of the dense layer that follows its Flatten, if the compiled engine
+    knows such a net."""
+    if len(shape) != 3 or compile.why_not(module) is not None:
+        return None
+    layers = [layer for _, layer in compile.leaves(module)]
+    at = next((k for k, layer in enumerate(layers) if isinstance(layer, nn.Flatten)), 0)
+    if at == 0 or at + 1 == len(layers) or not isinstance(layers[at + 1], nn.Linear):
+        return None
+    first = _with_slots(layers[at + 1], slots)  # type: ignore[arg-type]
+    head = nn.Sequential(
+        OrderedDict([("first", first), *((f"next{k}", m) for k, m in enumerate(layers[at + 2 :]))])
+    )
+    return Beside(nn.Sequential(*layers[:at]), head, shape), "head.first"
 
 
 def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
@@ -139,7 +162,7 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
 
     outputs = 1 if dataset.classes is None else int(dataset.classes)
     width = math.prod(dataset.shape)
-    wide = _widened(task.module, width, count)
+    wide = _widened(task.module, width, count) or _past_images(task.module, dataset.shape, count)
     module, layer = wide if wide else (Slots(task.module, dataset.shape, outputs, count), "slots")
     layout = layout_of(module)
     offset, shape = (

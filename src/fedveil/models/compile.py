@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedveil.errors import UserError
 
@@ -33,8 +34,24 @@ class LayerDescription:
     bias: bool = False
 
 
+class Beside(nn.Module):
+    """An image net with further inputs: what an example has beyond its image goes past `body` straight to `head`."""
+
+    def __init__(self, body: nn.Sequential, head: nn.Sequential, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.body, self.head, self.shape, self.width = body, head, tuple(shape), math.prod(shape)
+        self.flatten = nn.Flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        image, more = x[:, : self.width], x[:, self.width :]
+        features = self.flatten(self.body(image.reshape(len(x), *self.shape)))
+        return self.head(torch.cat([features, more], 1))
+
+
 def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The layers of a (nested) Sequential in order, with their names; `nn.Identity` is left out."""
+    if type(module) is Beside and not prefix:
+        return [*leaves(module.body, "body"), ("flatten", module.flatten), *leaves(module.head, "head")]
     if type(module) is nn.Sequential:
         out = []
         for name, child in module._modules.items():  # named_children() leaves out a layer that is used again
@@ -85,9 +102,16 @@ def compile_layers(module: nn.Module, shape: Sequence[int]) -> list[LayerDescrip
                 f"The native engine takes examples [n] or [channels, rows, columns], not {list(shape)}."
             )
         shape = (math.prod(shape),)
+    more = 0
+    if isinstance(module, Beside):
+        shape, more = module.shape, math.prod(shape) - module.width
+        if more < 0:
+            raise UserError(f"An example has {module.width + more} numbers, its image needs {module.width}.")
     now: Image = (shape[0], 1, 1) if len(shape) == 1 else (shape[0], shape[1], shape[2])
     for name, layer in leaves(module):
         described = _describe(name, layer, now)
+        if more and isinstance(layer, nn.Flatten):
+            described = replace(described, after=(described.after[0] + more, 1, 1))
         if min(described.after) < 1:
             raise UserError(f"Layer '{name}' ({type(layer).__name__}) has no output for an input of {now}.")
         out.append(described)
