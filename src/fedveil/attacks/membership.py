@@ -259,7 +259,7 @@ def tpr_interval(inside: np.ndarray, outside: np.ndarray, rate: float, level: fl
     The threshold is itself estimated: two order statistics of the non-members enclose it, and each end is the
     Clopper-Pearson bound of the members above one of them. Each of these four events may fail with a
     quarter of 1 - level (Bonferroni), whatever the distributions, with or without ties. The lower end is 0
-    when the non-members cannot bound the threshold from above (fewer than 436 of them for 1%)."""
+    when the non-members cannot bound the threshold from above (fewer than 437 of them for 1%)."""
     tail = (1 - level) / 4
     ordered = np.concatenate([[np.inf], np.sort(outside)[::-1], [-np.inf]])  # [k]: the k-th largest
     strict = ordered[int(binom.ppf(tail, len(outside), rate))]
