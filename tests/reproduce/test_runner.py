@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -272,3 +273,19 @@ def test_jobs_at_once_give_the_same_numbers_as_one_by_one(tmp_path):
     assert seen == [(k, 5) for k in range(5)] + [(5, 5)]
     assert set(runner.finished(tmp_path / "two")) == set(one)
     assert sum("failed" in line for line in two.values()) == 1
+
+
+@pytest.mark.parametrize(("same", "strips"), [(True, 3), (False, 4)])
+def test_a_gallery_shows_the_originals_of_every_attack_once(tmp_path, same, strips):
+    from matplotlib.image import imread
+
+    leak = {"victims": 2, "batch": 1, "iterations": 5, "settings": (), "model": "cpl-lenet", "aware": True}
+    both = [Attack("non-private", "digits", tap=tap, method="cpl", **leak) for tap in ("type0", "type2")]
+    cells = tuple(Cell(job.tap, "Digits", None, job, "ssim") for job in both)
+    chosen = runner.plan(Entry("p9-fig1", "Test", cells), "paper")
+    (tmp_path / "pictures").mkdir()
+    for number, job in enumerate(both):
+        truth = np.full((2, 1, 8, 8), 0.5 if same else number)
+        np.savez(tmp_path / "pictures" / f"{key_of(job, 0)}.npz", truth=truth, guess=truth)
+    assert render.picture(chosen, runner.rows(chosen, {}), {}, tmp_path, tmp_path / "shown.png")
+    assert imread(tmp_path / "shown.png").shape[0] == pytest.approx(0.7 * 90 * strips, abs=2)

@@ -117,22 +117,27 @@ def picture(
 def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
     from matplotlib.figure import Figure
 
-    strips: list[tuple[str, np.ndarray]] = []
-    original: set[str] = set()
+    shown_once: list[
+        tuple[str, np.ndarray, list[tuple[str, np.ndarray]]]
+    ] = []  # originals and what came of them
     planned = {p.printed: p for p in chosen.jobs}
     for cell in chosen.entry.cells:
         file = folder / "pictures" / f"{key_of(planned[cell.job].job, 0)}.npz"
         if not file.exists():
             continue
         with np.load(file) as held:
-            if f"original, {cell.column}" not in original:
-                original.add(f"original, {cell.column}")
-                strips.append((f"original, {cell.column}", held["truth"]))
-            strips.append((f"{cell.row}, {cell.column}", held["guess"]))
+            same = [g for g in shown_once if g[0] == cell.column and np.array_equal(g[1], held["truth"])]
+            if not same:
+                same = [(cell.column, held["truth"], [])]
+                shown_once += same
+            same[0][2].append((f"{cell.row}, {cell.column}", held["guess"]))
+    strips = [
+        strip for column, truth, found in shown_once for strip in ((f"original, {column}", truth), *found)
+    ]
     if not strips:
         return False
     wide = max(len(images) for _, images in strips)
-    figure = Figure(figsize=(wide + 3.2, len(strips)), layout="constrained")
+    figure = Figure(figsize=(0.7 * wide + 2.6, 0.7 * len(strips)), layout="constrained")
     axes = figure.subplots(len(strips), wide, squeeze=False)
     for row, (title, images) in enumerate(strips):
         for column, axis in enumerate(axes[row]):
