@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -82,15 +84,19 @@ def test_the_compiled_loss_is_not_used_where_it_does_not_know_the_clip(setting):
     assert fast_matcher(net, w, leak, (1, 8, 8), aware=True) is None
 
 
-def test_unrolled_prediction_follows_the_local_steps(setting):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_unrolled_prediction_follows_the_local_steps(setting, mapped):
     net, w, x, y = setting
     at, rate = w.clone(), 0.1
+    shift, scale = torch.full_like(w, 0.01), torch.linspace(0.5, 2.0, w.numel())
     for step in range(3):
         vector = at.clone().requires_grad_()
         rows = slice(2 * step, 2 * step + 2)
         out = torch.func.functional_call(net, unflatten(vector, layout_of(net)), (x[rows],))
         at = at - rate * torch.autograd.grad(cross_entropy(out, y[rows]), vector)[0]
     leak = Leak((at - w)[None], layout_of(net), kind="update", batch=2, steps=3, learning_rate=rate)
+    if mapped:
+        leak = replace(leak, values=(leak.values + 3 * rate * shift) / scale, shift=shift, scale=scale)
     made = predictor(net, w, leak, unroll=True)(x[None, :6], one_hot(y[None, :6], 10).float())
     torch.testing.assert_close(made, leak.as_gradient().values, rtol=1e-3, atol=1e-5)
 

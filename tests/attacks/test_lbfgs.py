@@ -44,6 +44,18 @@ def test_rows_do_not_influence_each_other(start):
         assert alone.evaluations[0] == together.evaluations[row]
 
 
+def test_progress_towards_the_floor_counts_although_the_value_hardly_moves(start):
+    """Rosenbrock's function below -1 by a thousandth of its size: patience is about what is left, not about the -1."""
+    objective = with_gradient(lambda x, rows: 1e-3 * rosenbrock(x, rows) - 1)
+    endless = -float("inf")
+    early, late = (
+        minimise(objective, start, Settings(400, tolerance=endless, stall=1e-2, patience=10, floor=floor))
+        for floor in (endless, -1.0)
+    )
+    assert (late.iterations >= early.iterations).all() and (late.iterations > early.iterations).any()
+    assert late.value.mean() < early.value.mean()
+
+
 def two_loops(pairs, gradient):
     """The textbook recursion, newest pair last."""
     q, kept = gradient.clone(), []

@@ -3,9 +3,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from fedveil.attacks import leakage
+from fedveil.attacks.leak import predictor
 from fedveil.attacks.leakage import measure, victims_of
 from fedveil.engines.simulate import prepare
 from fedveil.errors import UserError
@@ -71,10 +72,30 @@ def test_the_noise_scale_said_is_the_noise_scale_seen():
     assert float(found.leak.values.std()) == pytest.approx(found.leak.layer_noise[0], rel=0.05)
 
 
+def later_adaclip(**changes):
+    """A run of AdaClip whose statistics have moved, hardly noised."""
+    made, state = prepared("adaclip", {"sigma": 1e-7}, **changes)
+    size = made.task.layout.size
+    state.server["adaclip_mean"] = np.linspace(-0.01, 0.02, size, dtype=np.float32)
+    state.server["adaclip_variance"] = np.linspace(0.5, 2.0, size, dtype=np.float32) / size
+    return made, state
+
+
 def test_adaclip_is_attacked_in_its_own_space():
-    made, state = prepared("adaclip")
-    outcome = measure(made, state, victims=3, seed=1)
-    assert outcome.figures["success_rate"] == 1.0
+    for made, state in (prepared("adaclip"), later_adaclip()):
+        assert measure(made, state, victims=3, seed=1).figures["success_rate"] == 1.0
+
+
+def test_an_update_of_adaclip_is_taken_back_to_its_own_space():
+    """Its clip scales gradients: whoever compares unclipped ones sees protection where there is none."""
+    made, state = later_adaclip()
+    found = victims_of(made, state, "type0", 3, seed=1)
+    predict = predictor(made.task.module, torch.as_tensor(state.weights), found.leak)
+    soft = one_hot(torch.as_tensor(found.labels), 10).float()
+    expected = found.leak.as_gradient().values
+    torch.testing.assert_close(predict(torch.as_tensor(found.images), soft), expected, rtol=1e-2, atol=1e-4)
+    made, state = later_adaclip(batch_size=1)
+    assert measure(made, state, tap="type0", victims=3, seed=1).figures["success_rate"] == 1.0
 
 
 @pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase"])
@@ -83,6 +104,13 @@ def test_a_clip_in_either_norm_hides_nothing_where_the_sum_is_noised(recipe):
     assert made.task.recipe.noise_on == "sum"
     outcome = measure(made, state, victims=4, seed=1)
     assert outcome.figures["success_rate"] == 1.0 and outcome.figures["label_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("recipe", ["quantile-clip", "adaclip"])
+def test_hardly_noised_uploads_give_the_image_back(recipe):
+    """Every victim of this fixed seed; the noise is 60,000 times weaker than usual."""
+    made, state = prepared(recipe, {"sigma": 1e-4}, batch_size=1)
+    assert measure(made, state, tap="type0", victims=4, seed=1).figures["success_rate"] == 1.0
 
 
 def test_mild_pruning_does_not_stop_the_attack():
@@ -96,6 +124,13 @@ def test_an_update_of_several_steps_says_how_it_was_treated():
     assert (plain["update_as"], plain["local_steps"], plain["batch"]) == ("gradient", 2, 2)
     unrolled = measure(made, state, tap="type0", victims=1, seed=1, iterations=80, update_as="unroll").figures
     assert unrolled["update_as"] == "unroll" and unrolled["mse"] < plain["mse"]
+
+
+def test_fewer_images_than_the_local_steps_used_are_never_all_of_them():
+    made, state = prepared(local_steps=2, learning_rate=0.01)
+    figures = measure(made, state, tap="type0", victims=2, seed=1, iterations=24).figures
+    assert figures["batch"] == 4 and figures["iterations"] == figures["iteration_budget"] == 24
+    assert np.isfinite(figures["rmse"])
 
 
 def test_the_oracle_is_labelled_and_never_worse():

@@ -352,7 +352,9 @@ def _descend(
 
         goal = -torch.inf if problem.noisy else SOLVED * problem.ease if form == "box" else 1e-10
         stall = STALL_NOISY if problem.noisy else STALL
-        settings = Settings(iterations=budget, memory=memory, tolerance=goal, stall=stall)
+        # A noisy loss lacks its constant: near -1 it hardly moves although most of what was left above -1 goes away.
+        floor = -1.0 if problem.noisy else -torch.inf
+        settings = Settings(iterations=budget, memory=memory, tolerance=goal, stall=stall, floor=floor)
         found = minimise(of_some, start[at : at + group], settings, watch=told if watch is not None else None)
         pictures, logits = objective.images_of(found.point)  # type: ignore[attr-defined]
         images.append(pictures)

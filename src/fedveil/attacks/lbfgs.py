@@ -23,13 +23,14 @@ Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Settings:
     """Stopping: `iterations` accepted steps per row, or value <= `tolerance`, or no progress.
 
-    A row makes no progress when its value fell by less than `stall` (relative) over `patience` steps, or when
-    the line search fails twice in a row (the first time the history is dropped)."""
+    A row makes no progress when its value fell by less than `stall` (relative, also to what is left above `floor`) over
+    `patience` steps, or when the line search fails twice in a row (the first time the history is dropped)."""
 
     iterations: int = 300
     memory: int = 20
     tolerance: float = 0.0
     stall: float = 1e-7
+    floor: float = -float("inf")
     patience: int = 20
     armijo: float = 1e-4
     wolfe: float = 0.9
@@ -144,7 +145,8 @@ def minimise(
             history.forget(state["rows"][fail])
         state["failures"] += fail
         checkpoint = accept & (state["iteration"] % settings.patience == 0)
-        stalled = checkpoint & (state["mark"] - state["value"] <= settings.stall * state["mark"].abs())
+        left = torch.minimum(state["mark"].abs(), state["mark"] - settings.floor)
+        stalled = checkpoint & (state["mark"] - state["value"] <= settings.stall * left)
         state["mark"] = torch.where(checkpoint, state["value"], state["mark"])
         finished = (
             (state["iteration"] >= settings.iterations)

@@ -145,7 +145,10 @@ def predictor(
             rows = slice(step * leak.batch, (step + 1) * leak.batch)
             each = vmap(vmap(example_gradient, in_dims=(None, 0, 0)))(at, x[:, rows], t[:, rows])
             step_gradient = (shrink(each, leak.bound) if on_example else each).mean(1)
-            at, total = at - leak.learning_rate * step_gradient, total + step_gradient
+            total = total + step_gradient
+            if leak.scale is not None and leak.shift is not None:
+                step_gradient = step_gradient * leak.scale + leak.shift
+            at = at - leak.learning_rate * step_gradient
         return total / leak.steps
 
     inner = unrolled if unroll and leak.kind == "update" else averaged

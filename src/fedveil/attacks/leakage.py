@@ -103,13 +103,15 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
     known: dict[str, Any] = {"noise": noise}
     if plan.clip != "none" and plan.bound_rule == "given":
         known |= {"clip": plan.clip, "bound": plan.bounds[0], "clip_norm": plan.clip_norm}
-    if first.tap == "type2":
-        if recipe.clip.rule == "adaclip":
-            work = work_of(task, state, first.moment, client)
-            known |= {"shift": torch.as_tensor(work.shift), "scale": torch.as_tensor(work.scale)}
-        return Leak(values, task.layout, **known)
     if recipe.clip.rule == "adaclip":
-        known = {"noise": noise}  # mapped back by the recipe: the clip is no longer a plain bound
+        work = work_of(task, state, first.moment, client)
+        known |= {"shift": torch.as_tensor(work.shift), "scale": torch.as_tensor(work.scale)}
+        if (
+            first.tap != "type2"
+        ):  # an update was mapped back by the recipe: return to where it was clipped and noised
+            values = (values + plan.learning_rate * plan.steps * known["shift"]) / known["scale"]
+    if first.tap == "type2":
+        return Leak(values, task.layout, **known)
     about_update = recipe.target == "update" and recipe.clip.of == "update"
     if about_update and first.tap != "type1" and recipe.clip.kind != "none":
         known |= {
@@ -131,7 +133,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
 @dataclass
 class Watcher:
     """Follows the attack against the truth: when each victim (every image of its batch) first succeeded, and
-    pictures on the way. With
+    pictures on the way. An attack that looks for fewer images than there were never rebuilds all of them. With
     `oracle` it also keeps the image nearest to the truth, which no attacker could choose."""
 
     truth: np.ndarray
@@ -147,20 +149,21 @@ class Watcher:
         low, high = self.pixel_range
         guess = images.detach().numpy()
         which, when = rows.numpy(), iteration.numpy()
-        if guess.shape[1] == 1 and guess.ndim == 5:
+        n = guess.shape[1] if guess.ndim == 5 and guess.shape[1] == self.truth.shape[1] else 0
+        if n == 1:
             error = metrics.mse(self.truth[which, 0], np.clip(guess[:, 0], low, high)) / (high - low) ** 2
             near = [k for k in np.flatnonzero(error < metrics.STRICT_MSE) if int(which[k]) not in self.first]
             if near:
                 good = metrics.score(self.truth[which[near], 0], guess[near, 0], self.pixel_range).success()
                 self.first |= {int(which[k]): int(when[k]) for k, ok in zip(near, good, strict=True) if ok}
-        elif guess.ndim == 5 and guess.shape[1] <= 8:  # batches are paired again, so only every tenth step
+        elif 0 < n <= 8:  # batches are paired again, so only every tenth step
             for k in np.flatnonzero(when % 10 == 0).tolist():
                 row = int(which[k])
                 if row not in self.first:
                     order = metrics.match(self.truth[row], guess[k], self.pixel_range)
                     if metrics.score(self.truth[row], guess[k][order], self.pixel_range).success().all():
                         self.first[row] = int(when[k])
-        if self.oracle and guess.shape[1] == 1 and guess.ndim == 5:
+        if self.oracle and n == 1:
             for k, row in enumerate(which.tolist()):
                 if error[k] < self.nearest.get(row, (np.inf, None))[0]:
                     self.nearest[row] = (float(error[k]), guess[k].copy())
