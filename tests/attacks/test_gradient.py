@@ -178,6 +178,15 @@ def test_a_leak_that_is_not_finite_is_a_failed_attack_for_that_victim_only(setti
     assert torch.isfinite(found.images).all()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_leak_of_zeros_is_a_victim_that_was_not_rebuilt_and_no_failure(setting, method):
+    net, w, x, y = setting
+    leak = leaked(net, x[:2], y[:2])
+    leak.values[1] = 0
+    found = attack(method, net, w, leak, shape=(1, 8, 8), classes=10, seed=3, iterations=20)
+    assert not found.failed.any() and torch.isfinite(found.images).all()
+
+
 def poison(monkeypatch, bad):
     """Victim 1's matching loss is NaN where bad(how many objectives were made, evaluations of this one) says so."""
     made, real = [], _Problem.objective

@@ -421,7 +421,8 @@ def _weights(leak: Leak, values: Tensor, *, balanced: bool) -> tuple[Tensor, Ten
     """Weight of each coordinate's squared error, and the scale that makes the loss relative.
 
     Plain: 1. Balanced, no noise: layers count by the inverse of their norm, so that no layer hides another.
-    Balanced with noise: the inverse noise variance (least squares). Pruned coordinates count 0."""
+    Balanced with noise: the inverse noise variance (least squares). Pruned coordinates count 0. A leak that is zero
+    everywhere (a saturated net) has no size of its own: then both are 1, and the loss stays finite."""
     weight = torch.ones_like(values)
     if balanced:
         for where, noise in zip(leak.layout.layer_slices(), leak.layer_noise, strict=True):
@@ -429,7 +430,9 @@ def _weights(leak: Leak, values: Tensor, *, balanced: bool) -> tuple[Tensor, Ten
             weight[:, where] = 1 / noise**2 if leak.noisy and noise else 1 / norm.clamp(min=1e-12)
     if leak.pruned:
         weight = torch.where(values == 0, 0.0, weight)
-    return weight, (weight * values.square()).sum(1).clamp(min=1e-30)
+    silent = (values == 0).all(1)
+    size = (weight * values.square()).sum(1).clamp(min=1e-30)
+    return torch.where(silent[:, None], 1.0, weight), torch.where(silent, 1.0, size)
 
 
 def _shifted(watch: Watch | None, rows: Tensor, spent: Tensor) -> Watch | None:
