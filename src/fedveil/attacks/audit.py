@@ -437,6 +437,9 @@ def judge(
     if refuted(seen, epsilon_promised):
         where = against_curve(seen, tested, level) if tested is not None else None
         reason += f"; the promised curve is contradicted at epsilon {where:g}" if where is not None else ""
+    elif not reports and scores.excluded.std() > 1 + 6 / math.sqrt(len(scores.excluded)):
+        verdict = "not enough evidence"
+        reason += f", promised {epsilon_promised:.3g}: the scores vary more than the promised noise explains"
     elif refuted(worse, epsilon_promised):
         verdict = "promise holds"
         reason += f", promised {epsilon_promised:.3g}, {scores.canaries} canaries could show up to {most:.3g}"

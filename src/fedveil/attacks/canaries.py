@@ -31,17 +31,22 @@ from fedveil.engines.simulate import Prepared, cohort_of, header_of, prepare, re
 from fedveil.errors import UserError
 from fedveil.keys import generator
 from fedveil.learning import ldp, local
+from fedveil.learning.promise import Round, real_batch
 from fedveil.learning.recipes import Recipe
 from fedveil.learning.reference import example_gradient
 from fedveil.learning.round import (
     State,
+    Task,
+    Upload,
     learning_rate_of,
     merge,
     moment_of,
     plan_of,
     ranges_of,
+    recipe_of,
     start,
     uploads_of,
+    work_of,
 )
 from fedveil.learning.view import result_of
 from fedveil.models import compile
@@ -90,12 +95,14 @@ def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
     return unit, "public" if recipe.where in ("server", "sum") else "server"
 
 
-def _participations(prepared: Prepared) -> np.ndarray:
-    """Clients by how often the run draws them, most often first: the ones whose promise is spent most."""
+def _participations(prepared: Prepared, rounds: int, most: int | None) -> np.ndarray:
+    """Clients by how often they are drawn, most often first: the ones whose promise is spent most. Nobody is taken
+    who is drawn oftener than `most` times: a run's ledger says nothing about that."""
     counts = np.zeros(prepared.partition.clients, np.int64)
-    for number in range(1, prepared.task.setting.rounds + 1):
+    for number in range(1, rounds + 1):
         counts[cohort_of(prepared, number)] += 1
-    return np.argsort(-counts, kind="stable")
+    order = np.argsort(-counts, kind="stable")
+    return order if most is None else order[counts[order] <= most]
 
 
 def _widened(module: nn.Module, width: int, slots: int) -> tuple[nn.Sequential, str] | None:
@@ -139,8 +146,19 @@ def _past_images(module: nn.Module, shape: tuple[int, ...], slots: int) -> tuple
     return Beside(nn.Sequential(*layers[:at]), head, shape), "head.first"
 
 
-def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
-    """Build the probe: slots beside the model, canaries in place of some of the clients' rows."""
+def _bare(recipe: Recipe, unit: Unit) -> Recipe:
+    """The recipe without what no promise is about: it would only hide how much of a canary arrived. How clients come to
+    an update is no part of a promise for whole clients, so one step on all rows will do there."""
+    bare = replace(recipe, aggregate="mean", proximal=0.0, heterogeneity=False)
+    return replace(bare, sampling="full") if unit == "client" else bare
+
+
+def stage(
+    prepared: Prepared, canaries: int, seed: int, *, rounds: int | None = None, most: int | None = None
+) -> Staged:
+    """Build the probe: slots beside the model, canaries in place of some of the clients' rows.
+
+    rounds: how many will be played. most: how often the promise says that a client takes part at most."""
     task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
     if task.recipe.mechanism == "two-valued":
         raise UserError(
@@ -149,12 +167,17 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     unit, observer = unit_of(prepared)
     draw = generator(seed, "canaries")
     # A promise to whoever sees only the release may count on a secret cohort, so hosts must not be chosen by looking at it.
-    taking_part = draw.permutation(dealt.clients) if observer == "public" else _participations(prepared)
+    if observer == "public":
+        taking_part = draw.permutation(dealt.clients)
+    else:
+        taking_part = _participations(prepared, rounds or task.setting.rounds, most)
     if unit == "client":
         hosts = taking_part[:canaries]
     else:
         room = [dealt.size(int(c)) // 2 for c in taking_part]
         hosts = np.repeat(taking_part, room)[:canaries]
+    if canaries < 2:
+        raise UserError(f"--canaries {canaries}: an audit needs at least two.")
     if len(hosts) < 2:
         raise UserError(f"no room for canaries: {dealt.clients} clients; an audit needs at least two.")
     count = len(hosts)
@@ -210,7 +233,9 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
         rates |= {"learning_rate": min(task.learning_rate, 0.02 / drift), "server_learning_rate": 1.0}
     staged_task = replace(
         task, module=module, layout=layout, x=x, y=y, rows=rows,
-        setting=replace(task.setting, layers=layout.layers, dimension=layout.size), **rates,
+        setting=replace(task.setting, layers=layout.layers, dimension=layout.size,
+                        steps=1 if unit == "client" else task.setting.steps),
+        recipe=_bare(task.recipe, unit), own={c: (_bare(r, unit), sigma) for c, (r, sigma) in task.own.items()}, **rates,
     )  # fmt: skip
     initial = flatten(module)
     _, gradient = example_gradient(
@@ -222,7 +247,7 @@ def stage(prepared: Prepared, canaries: int, seed: int) -> Staged:
     engine, why = local.choose(
         module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto"
     )
-    config = prepared.config.model_copy(update={"engine": "auto"})
+    config = prepared.config.model_copy(update={"engine": engine})
     return Staged(
         replace(prepared, config=config, task=staged_task, initial=initial, engine=engine, engine_reason=why),
         included, np.asarray(hosts), column / np.linalg.norm(column), columns,
@@ -247,12 +272,23 @@ def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.
                 if not result.finite.all():
                     raise UserError("the audited run diverged, so the audit says nothing about it.")
                 for upload in uploads_of(prepared.task, now, state, chunk, result):
-                    uploads[upload.client] = _slots(staged, upload.update)
+                    uploads[upload.client] = _slots(staged, _as_clipped(prepared, state, now, upload))
                     yield upload
 
         following, _ = merge(prepared.task, state, now, sent())
         yield state, uploads, _slots(staged, following.weights - state.weights)
         state = following
+
+
+def _as_clipped(prepared: Prepared, state: State, now: Round, upload: Upload) -> np.ndarray:
+    """An upload in the space where it was clipped and noised: AdaClip maps back, NbAFL clips weights, not updates."""
+    task = prepared.task
+    if task.recipe.clip.rule == "adaclip":
+        work = work_of(task, state, now, upload.client)
+        assert work.shift is not None and work.scale is not None
+        moved = learning_rate_of(task, state.round) * task.setting.steps * work.shift
+        return (upload.update + moved) / work.scale
+    return upload.update + state.weights if task.recipe.clip.of == "weights" else upload.update
 
 
 def _slots(staged: Staged, vector: np.ndarray) -> np.ndarray:
@@ -264,52 +300,58 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
     """Scores of all canaries in units of the promised noise, and the threshold, fixed by the promise alone.
 
     The threshold is half the score that an included canary is expected to have."""
-    prepared = staged.prepared
-    task, recipe = promise.task, promise.task.recipe
-    unit, observer = unit_of(promise)
-    total, looks, expected = (
-        np.zeros(len(staged.host)),
-        np.zeros(len(staged.host)),
-        np.zeros(len(staged.host)),
-    )
-    sizes = np.array([prepared.partition.size(int(c)) for c in staged.host], float)
+    prepared, task = staged.prepared, promise.task
+    _, observer = unit_of(promise)
+    hosts = staged.host.tolist()
+    total, looks, expected = np.zeros(len(hosts)), np.zeros(len(hosts)), np.zeros(len(hosts))
+    sizes = {client: prepared.partition.size(client) for client in set(hosts)}
     for state, uploads, mean in releases(staged, rounds):
         now = moment_of(task, state)
-        bound, sigma, steps = now.bounds[0], now.sigmas[0], task.setting.steps
-        per = task.setting.batch if unit == "example" else task.setting.cohort
-        factor = {"sum": 1.0, "example": math.sqrt(per), "mean": per}[recipe.noise_on]
-        noise = _deviation(staged, recipe, sigma) * bound * factor if sigma * bound > 0 else 1.0
-        if recipe.clip.kind == "layer" and recipe.clip.split:
-            bound /= math.sqrt(task.layout.layers)
-        if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
-            bound /= float(np.abs(staged.direction).sum())
         rate = learning_rate_of(prepared.task, state.round)
+        units = {client: _units(staged, task, now, client, size) for client, size in sizes.items()}
+        noise, signal, batch = np.array([units[client] for client in hosts]).T
         if observer == "public":
-            scale = task.setting.cohort if recipe.where == "server" else _everyone(promise) / rate
-            seen = mean / prepared.task.server_learning_rate * scale
-            present = np.ones(len(staged.host), bool)
-            signal = bound * min(1.0, task.setting.cohort / task.setting.clients) * np.ones(len(staged.host))
-            if recipe.where == "sum":
-                signal = bound * np.minimum(1.0, task.setting.batch / sizes)
+            everybody = task.setting.cohort if task.recipe.where == "server" else _everyone(task) / rate
+            seen, present = mean / prepared.task.server_learning_rate * everybody, np.ones(len(hosts), bool)
         else:
             present = np.isin(staged.host, list(uploads))
-            seen = np.array([
-                uploads[int(c)][k] if int(c) in uploads else 0.0 for k, c in enumerate(staged.host)
-            ])  # fmt: skip
-            signal = np.full(len(staged.host), bound)
-            if recipe.where == "step":
-                batch = np.minimum(task.setting.batch, sizes)
+            seen = np.array([uploads[c][k] if c in uploads else 0.0 for k, c in enumerate(hosts)])
+            if task.recipe.where == "step":
                 seen = seen * batch / rate
-                noise *= math.sqrt(steps)
-                signal = bound * steps * np.minimum(1.0, task.setting.batch / sizes)
         total += np.where(present, seen / noise, 0.0)
         expected += np.where(present, signal / noise, 0.0)
         looks += present
     looked = looks > 0
+    if not looked.any():
+        raise UserError("no client with a canary takes part in these rounds: replay more (--rounds).")
     values = total[looked] / np.sqrt(looks[looked])
     threshold = float(np.median(expected[looked] / np.sqrt(looks[looked]))) / 2
     chosen = staged.included[looked]
     return Scores(values[chosen], values[~chosen]), threshold
+
+
+def _units(staged: Staged, task: Task, now: Round, client: int, size: int) -> tuple[float, float, float]:
+    """What the promise says of one round of a client: deviation of the noise on the sum, what a canary adds to that sum
+    on average, and the batch that the sum is divided by."""
+    recipe, setting = recipe_of(task, client), task.setting
+    sigmas = (task.own[client][1],) * len(now.sigmas) if client in task.own else now.sigmas
+    batch = real_batch(recipe, setting, size)
+    per = {"step": batch, "client": 1.0, "server": setting.cohort, "sum": _everyone(task)}[recipe.where]
+    factor = {"sum": 1.0, "example": math.sqrt(per), "mean": per}[recipe.noise_on]
+    steps = zip(sigmas, now.bounds, strict=True) if recipe.where == "step" else [(sigmas[0], now.bounds[0])]
+    reach, variance = 0.0, 0.0
+    for sigma, bound in steps:
+        reach += bound
+        variance += (_deviation(staged, recipe, sigma) * bound * factor) ** 2 if sigma * bound > 0 else 0.0
+    if recipe.clip.kind == "layer" and recipe.clip.split:
+        reach /= math.sqrt(task.layout.layers)
+    if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
+        reach /= float(np.abs(staged.direction).sum())
+    if recipe.where in ("step", "sum"):
+        reach *= batch / size
+    elif recipe.where == "server":
+        reach *= min(1.0, setting.cohort / setting.clients)
+    return math.sqrt(variance) or 1.0, reach, batch
 
 
 def _deviation(staged: Staged, recipe: Recipe, sigma: float) -> float:
@@ -355,13 +397,9 @@ def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> 
     return Scores(np.concatenate(high)[:most], np.concatenate(low)[:most])
 
 
-def _everyone(prepared: Prepared) -> float:
-    setting = prepared.task.setting
-    return (
-        float(setting.examples)
-        if prepared.task.recipe.sampling == "full"
-        else setting.batch * setting.clients
-    )
+def _everyone(task: Task) -> float:
+    setting = task.setting
+    return float(setting.examples) if task.recipe.sampling == "full" else setting.batch * setting.clients
 
 
 def promised(
@@ -427,7 +465,8 @@ def audit(
             epsilon = moment_of(base.task, start(base.task, base.initial)).epsilon
             engine += ", before the shuffler: what its theorem starts from"
     else:
-        staged = stage(executed, canaries, seed)
+        most = int(ledger.participations().max()) if config.secure_noise else None
+        staged = stage(executed, canaries, seed, rounds=rounds, most=most)
         scores, threshold = score(staged, base, rounds)
         engine = staged.prepared.engine
         coins = "".join(map(str, staged.included.astype(int)))
@@ -439,7 +478,7 @@ def audit(
         status=status,
         curve=curve if status == "sound" and not reports else None,
         independent=True,
-        gaussian=base.task.recipe.mechanism == "gaussian",
+        gaussian={recipe_of(base.task, c).mechanism for c in range(base.partition.clients)} == {"gaussian"},
         reports=reports,
         significance=significance,
     )
