@@ -163,6 +163,7 @@ Line = tuple[list[Any], list[float]]
 def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], path: Path) -> bool:
     """Curves over rounds, or lines over the columns: a panel for each set of columns and, if crowded, each dataset."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     entry = chosen.entry
     series = {name: line for name, line in _series(chosen, rows, done).items() if line[0]}
@@ -184,7 +185,9 @@ def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]
     figure.suptitle(f"{entry.title} ({chosen.scale} scale)")
     kinds = dict.fromkeys(_MEASURED.get(c.measure.partition("@")[0], c.measure) for c in entry.cells)
     names = [name.strip() for name in entry.x.split("|")]
-    axes = list(figure.subplots(tall, wide, squeeze=False).flat)
+    # Panels of one group of recipes are to be compared, those of several datasets are not.
+    shared = len({columns for _, columns in panels}) == 1 and len(kinds) > 1
+    axes = list(figure.subplots(tall, wide, squeeze=False, sharey=shared).flat)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for number, ((_, columns), lines) in enumerate(panels.items()):
@@ -197,6 +200,8 @@ def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]
         wordy = columns and max(len(str(x)) for x in columns) > 6
         axis.tick_params(axis="x", rotation=30 if wordy else 0)
         axis.set(xlabel=names[min(number, len(names) - 1)], ylabel=" / ".join(kinds))
+        if entry.curve:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=110)
