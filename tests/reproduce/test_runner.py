@@ -1,6 +1,8 @@
 """Cells are kept one by one, found again, and measured as stated."""
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 
 from fedveil.cli import build
 from fedveil.errors import UserError
+from fedveil.learning import local
 from fedveil.reproduce import jobs, render, runner
 from fedveil.reproduce.catalogue import find
 from fedveil.reproduce.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
@@ -289,3 +292,15 @@ def test_a_gallery_shows_the_originals_of_every_attack_once(tmp_path, same, stri
         np.savez(tmp_path / "pictures" / f"{key_of(job, 0)}.npz", truth=truth, guess=truth)
     assert render.picture(chosen, runner.rows(chosen, {}), {}, tmp_path, tmp_path / "shown.png")
     assert imread(tmp_path / "shown.png").shape[0] == pytest.approx(0.7 * 90 * strips, abs=2)
+
+
+def test_a_worker_that_dies_is_an_error_that_says_how_to_go_on(tmp_path, monkeypatch):
+    class Dying(ThreadPoolExecutor):
+        def submit(self, *_, **__):
+            future: Future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(local, "processes", Dying)
+    with pytest.raises(UserError, match="--resume --workers 1"):
+        runner.run(runner.plan(entry(), "paper"), tmp_path, workers=2)

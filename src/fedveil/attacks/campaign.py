@@ -169,7 +169,7 @@ def audit_run(
     rounds = min(rounds or played, played)
     found, facts = canaries.audit(
         run.config,
-        ledger=run.ledger(rounds if rounds < played else None),
+        ledger=run.ledger(rounds),
         canaries=canaries_count,
         rounds=rounds,
         seed=seed,

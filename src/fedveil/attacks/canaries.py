@@ -7,8 +7,10 @@ in a coordinate. A fair coin of its own decides whether a canary is in or replac
 neighbours, so that client sizes, sampling rates and ledger stay those of the run). The observer's score is the inner
 product of the canary's gradient direction with what was released, summed over the run.
 
-Learning rates are chosen so that the slots keep their gradient through the run: they scale contribution and noise
-alike and are no part of any promise. Everything else (recipe, engine code, sampling, noise, merging) is the run's.
+What no promise is about is put aside, since it would only blur the scores: learning rates are chosen so that the slots
+keep their gradient through the run (they scale contribution and noise alike), the server takes the plain mean, and
+where whole clients are protected a client takes one step on all its rows (`_bare`). Everything else (clip, noise, engine
+code, sampling, cohorts) is the run's.
 """
 
 from __future__ import annotations

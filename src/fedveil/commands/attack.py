@@ -278,8 +278,8 @@ def _show(results: dict[str, Any]) -> None:
             )
         else:
             print(
-                f"decoder: MSE {found['mse']:.4f}, MAE {found['mae']:.4f}, SSIM {found['ssim']:.3f}; "
-                f"mean image: {found['control_mse']:.4f}, {found['control_mae']:.4f}, {found['control_ssim']:.3f}"
+                f"decoder: MSE {found['mse']:.4f}, MAE {found['mae']:.4f}, SSIM {figure(found['ssim'], 3)}; "
+                f"mean image: {found['control_mse']:.4f}, {found['control_mae']:.4f}, {figure(found['control_ssim'], 3)}"
             )
 
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +146,11 @@ def run(
                 try:
                     for future in as_completed(running):
                         yield future.result()
+                except BrokenProcessPool as problem:
+                    raise UserError(
+                        "a worker process died, perhaps for lack of memory. Finished cells are kept: "
+                        "continue with --resume --workers 1."
+                    ) from problem
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in list((pool._processes or {}).values()):
