@@ -19,7 +19,7 @@ import torch
 
 from bench import rivals
 from bench.cases import CASES, Material, material
-from fedveil.learning import noise
+from fedveil.protect import noise
 
 QUICK = ("cnn", "adult", "cancer", "central600")
 

@@ -20,8 +20,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fedveil.attacks import metrics
-from fedveil.attacks.gradient import _tiles, attack
-from fedveil.attacks.leak import Leak, infer_labels, predictor
+from fedveil.attacks.leakage.objective import Leak, infer_labels, predictor
+from fedveil.attacks.leakage.search import _tiles, attack
 from fedveil.data.datasets import load
 from fedveil.models.layout import flatten, layout_of
 from fedveil.models.nets import build

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedveil.learning.plan import ClientWork, LocalPlan
 from fedveil.models import nets
 from fedveil.models.layout import flatten
+from fedveil.training.contract import ClientWork, LocalPlan
 
 BOUND, SIGMA, LEARNING_RATE = 4.0, 1.0, 0.05
 ROWS = 600

@@ -19,7 +19,7 @@ import numpy as np
 
 from bench import rivals
 from bench.cases import CASES, Case, material, plans
-from fedveil.learning import local
+from fedveil.training import pool
 
 
 def measure(engine: str, rounds: int) -> dict[str, Any]:
@@ -31,15 +31,15 @@ def measure(engine: str, rounds: int) -> dict[str, Any]:
     x, y, plan = m.x.numpy(), m.y.numpy(), plans(case)["private"]
     wall: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
-    with local.Workers(2) as pool:
-        two = 2 if native else pool
+    with pool.Workers(2) as processes:
+        two = 2 if native else processes
         for turn in range(rounds + 1):
             for count, workers in ((1, 1), (2, two)):
-                began, used = time.perf_counter(), _cpu(pool)
-                local.train(m.module, m.start, x, y, m.work, plan, engine=engine, workers=workers, chunk=chunk)
+                began, used = time.perf_counter(), _cpu(processes)
+                pool.train(m.module, m.start, x, y, m.work, plan, engine=engine, workers=workers, chunk=chunk)
                 if turn:  # the first round warms up and starts the processes
                     wall[count].append(time.perf_counter() - began)
-                    cpu[count].append(_cpu(pool) - used)
+                    cpu[count].append(_cpu(processes) - used)
     return {
         "engine": engine,
         "one": min(wall[1]),
@@ -50,7 +50,7 @@ def measure(engine: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def _cpu(pool: local.Workers) -> float:
+def _cpu(pool: pool.Workers) -> float:
     """CPU seconds of this process and of the living workers (Linux; elsewhere of this process only)."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     total = own.ru_utime + own.ru_stime

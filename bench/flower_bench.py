@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedveil.engines.flower import stack as stacks
-from fedveil.engines.flower.project import write_project
-from fedveil.runs.config import make_config
-from fedveil.runs.store import read_lines
+from fedveil.federation.config import make_config
+from fedveil.federation.store import read_lines
+from fedveil.flower import stack as stacks
+from fedveil.flower.project import write_project
 
 HIDDEN = 985  # 30 features -> 985 -> 985 -> 2: about 1.0 million weights
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {

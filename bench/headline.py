@@ -86,8 +86,8 @@ def config_for(
     dataset: str, letter: str, clients: int, epsilon: float, seed: int, change: dict[str, Any]
 ) -> Any:
     """The planned configuration; epsilon 0 stands for the plan of epsilon 8 without noise."""
-    from fedveil.learning import planner
-    from fedveil.runs.config import make_config
+    from fedveil.federation import planner
+    from fedveil.federation.config import make_config
 
     shape = planner.KNOWN[dataset]
     found = planner.plan(shape, epsilon=epsilon or 8.0, clients=clients, observer=OBSERVER[letter])
@@ -104,7 +104,7 @@ def run_one(
     dataset: str, letter: str, clients: int, epsilon: float, seed: int, variant: str = "as planned"
 ) -> dict[str, Any]:
     """One run in a folder that is thrown away; the lines the table needs."""
-    from fedveil.engines.simulate import run
+    from fedveil.federation.loop import run
 
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:

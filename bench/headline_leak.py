@@ -21,12 +21,12 @@ import torch
 
 from fedveil.attacks import campaign, metrics
 from fedveil.data.datasets import load
-from fedveil.engines.simulate import prepare
-from fedveil.learning.round import State, Task
-from fedveil.learning.view import view
+from fedveil.federation.loop import prepare
+from fedveil.federation.round import State, Task
+from fedveil.federation.store import open_run
+from fedveil.federation.view import view
 from fedveil.models import features
 from fedveil.privacy.calibrate import calibrate
-from fedveil.runs.store import open_run
 
 STEPS = 200
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from fedveil.attacks import campaign, leakage
-from fedveil.engines.simulate import prepare
-from fedveil.runs.store import append_line, read_lines
+from fedveil.attacks import campaign
+from fedveil.attacks.leakage import measure
+from fedveil.federation.loop import prepare
+from fedveil.federation.store import append_line, read_lines
 
 PRUNED = (0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 BATCHES = ((1, 16), (2, 8), (4, 8), (8, 4), (16, 2), (32, 2), (64, 1), (100, 1))  # images, updates
@@ -48,7 +49,7 @@ def point(
         recipe, dataset, "cpl-lenet", victims=victims, seed=seed, tap="type0", batch=batch, changes=change
     )
     prepared = prepare(config)
-    found = leakage.measure(
+    found = measure.measure(
         prepared,
         campaign.initial(prepared),
         method=method,

@@ -1,6 +1,6 @@
-"""Draws docs/images/leakage.png: reconstructions from single gradients under three recipes.
+"""Draws docs/images/measure.png: reconstructions from single gradients under three recipes.
 
-FEDVEIL_DATA=... python bench/leakage_picture.py docs/images/leakage.png
+FEDVEIL_DATA=... python bench/leakage_picture.py docs/images/measure.png
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import matplotlib
 import numpy as np
 import torch
 
-from fedveil.attacks import campaign, leakage
-from fedveil.engines.simulate import prepare
+from fedveil.attacks import campaign
+from fedveil.attacks.leakage import measure
+from fedveil.federation.loop import prepare
 
 ROWS = (
     ("non-private", "no protection"),
@@ -27,7 +28,7 @@ def main(path: str, victims: int = 8, seed: int = 7) -> None:
     for recipe, title in ROWS:
         config = campaign.gradient_config(recipe, "mnist", "cpl-lenet", victims=victims, seed=seed, tap="type2")
         prepared = prepare(config)
-        outcome = leakage.measure(prepared, campaign.initial(prepared), tap="type2", victims=victims, seed=seed)
+        outcome = measure.measure(prepared, campaign.initial(prepared), tap="type2", victims=victims, seed=seed)
         if not strips:
             strips.append(("private images", outcome.truth[:, 0, 0]))
         strips.append((title, np.clip(outcome.guess[:, 0, 0], 0, 1)))

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedveil.commands.reproduce import _duration
-from fedveil.reproduce import runner
-from fedveil.reproduce.catalogue import catalogue, find
-from fedveil.reproduce.cells import Row, key_of
-from fedveil.reproduce.render import name_of, shown
+from fedveil.cli.reproduce import _duration
+from fedveil.studies import runner
+from fedveil.studies.cells import Row, key_of
+from fedveil.studies.index import catalogue, find
+from fedveil.studies.render import name_of, shown
 
 DOCS = Path(__file__).parents[1] / "docs" / "reproduction"
 LEAKS = ("p3-table3", "p1-table7", "p2-table3", "p3-table1")

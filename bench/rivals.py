@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from bench.cases import BOUND, LEARNING_RATE, SIGMA, Material, plans
-from fedveil.learning import local
+from fedveil.training import pool
 
 Racer = Callable[[], int]
 
@@ -125,12 +125,12 @@ def nested_func(m: Material) -> Racer:
 
 
 def ours(m: Material, engine: str, plan: str) -> Racer:
-    """fedveil's local.train; without privacy it leaves out the gradient norms too."""
+    """fedveil's pool.train; without privacy it leaves out the gradient norms too."""
     what, quiet = plans(m.case)[plan], plan == "non-private"
     x, y = m.x.numpy(), m.y.numpy()
 
     def run() -> int:
-        local.train(m.module, m.start, x, y, m.work, what, engine=engine, norms=not quiet)
+        pool.train(m.module, m.start, x, y, m.work, what, engine=engine, norms=not quiet)
         return m.case.clients * m.case.steps
 
     return run
@@ -138,7 +138,7 @@ def ours(m: Material, engine: str, plan: str) -> Racer:
 
 def engines(module: nn.Module, m: Material) -> dict[str, str]:
     """Our engines by name; native only where it is installed and can train the model."""
-    best, _ = local.choose(module, plans(m.case)["private"], "auto")
+    best, _ = pool.choose(module, plans(m.case)["private"], "auto")
     return {"native": "native", "torch": "torch"} if best == "native" else {"torch": "torch"}
 
 

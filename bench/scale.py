@@ -24,11 +24,11 @@ import torch
 from fedveil.data.partition import partition
 from fedveil.data.rows import Dataset
 from fedveil.keys import derive
-from fedveil.learning import local
-from fedveil.learning.batches import batches, cohort
-from fedveil.learning.plan import ClientWork, LocalPlan
 from fedveil.models import nets
 from fedveil.models.layout import flatten
+from fedveil.protect.batches import batches, cohort
+from fedveil.training import pool
+from fedveil.training.contract import ClientWork, LocalPlan
 
 STEPS, BATCH = 10, 5
 POPULATIONS = (1_000, 10_000, 100_000, 1_000_000)
@@ -62,7 +62,7 @@ def point(population: int, size: int, engine: str) -> dict[str, Any]:
 
     def play(clients: np.ndarray, round_number: int) -> np.ndarray:
         total = np.zeros(start.size)
-        stream = local.stream(module, start, x, y, work(clients, round_number), plan, engine=engine)
+        stream = pool.stream(module, start, x, y, work(clients, round_number), plan, engine=engine)
         for result in stream:
             total += result.delta.sum(0, dtype=np.float64)
         return total

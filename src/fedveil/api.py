@@ -12,14 +12,14 @@ import numpy as np
 from torch import nn
 
 from fedveil.data.datasets import Dataset
-from fedveil.engines import simulate
-from fedveil.engines.simulate import OnRound
 from fedveil.errors import UserError
-from fedveil.learning.recipes import Recipe, as_text, catalogue, get, with_changes
+from fedveil.federation import loop
+from fedveil.federation.config import load_config, make_config
+from fedveil.federation.loop import OnRound
+from fedveil.federation.store import open_run
 from fedveil.models.layout import layout_of, load
 from fedveil.privacy.schedules import Schedule
-from fedveil.runs.config import load_config, make_config
-from fedveil.runs.store import open_run
+from fedveil.protect.recipe import Recipe, as_text, catalogue, get, with_changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ def run(
     else:
         config = load_config(name, changes)
     folder = Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
-    facts = simulate.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
+    facts = loop.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
     return _result(folder, facts, config, own, module)
 
 
@@ -161,7 +161,7 @@ def resume(
 ) -> Result:
     """Continue the run in a directory (own data or modules are passed again: a run directory holds neither)."""
     config = open_run(path).config
-    facts = simulate.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
+    facts = loop.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
     return _result(Path(path), facts, config, data, model)
 
 
@@ -224,7 +224,7 @@ def _result(
     from safetensors.torch import load_file
 
     if module is None:
-        prepared = simulate.prepare(config, own)
+        prepared = loop.prepare(config, own)
         module = prepared.task.module
     names = layout_of(module).names
     tensors = load_file(folder / "model.safetensors")

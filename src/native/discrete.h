@@ -1,4 +1,4 @@
-// e^-x from +, -, * and powers of two, as learning.noise.exp_minus: a library's exp may differ in its last bit. Only for
+// e^-x from +, -, * and powers of two, as protect.noise.exp_minus: a library's exp may differ in its last bit. Only for
 // files compiled with -ffp-contract=off; static, so that no instruction set gets another's code.
 #pragma once
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Plain data shared by the binding and the per-instruction-set engines. Semantics: learning/plan.py.
+// Plain data shared by the binding and the per-instruction-set engines. Semantics: training/contract.py.
 #pragma once
 #include <cstdint>
 

@@ -270,7 +270,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 2;  // of this interface; learning.noise checks it
+    m.attr("VERSION") = 2;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("normals",
           [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, const std::string& isa) {

@@ -1,4 +1,4 @@
-// Counter-mode AES noise streams. The definition is src/fedveil/learning/noise.py; these give the same bits.
+// Counter-mode AES noise streams. The definition is src/fedveil/protect/noise.py; these give the same bits.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Noise (learning.noise.step_noise) and the step of the weights.
+// Noise (protect.noise.step_noise) and the step of the weights.
 #pragma once
 #include "run.h"
 
@@ -57,7 +57,7 @@ STAGE bool draw_noise(Run& run, const Source& source, int step, int batch) {
     return true;
 }
 
-// learning.noise.snapped_sum: the sum rounded to the grid, with its noise. Bad if it does not fit.
+// protect.noise.snapped_sum: the sum rounded to the grid, with its noise. Bad if it does not fit.
 STAGE void snap_sum(Run& run, const Source& source, int step, double deviation) {
     const double grid = run.plan->grid;
     memset(run.counts, 0, size_t(run.net->params) * 8);

@@ -10,9 +10,9 @@ from scipy.stats import norm
 from fedveil.attacks import membership, shadows
 from fedveil.attacks.membership import METHODS
 from fedveil.data.datasets import load
-from fedveil.engines.simulate import prepare
 from fedveil.errors import UserError
-from fedveil.runs.config import make_config
+from fedveil.federation.config import make_config
+from fedveil.federation.loop import prepare
 
 torch.set_num_threads(1)
 

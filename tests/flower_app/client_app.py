@@ -3,6 +3,6 @@
 It lives with the tests: the shipped app has no way to do this, and nodes refuse it unless their policy allows it.
 """
 
-from fedveil.engines.flower import client_app
+from fedveil.flower import client_app
 
 app = client_app(root_of=lambda config, client: config.seed)

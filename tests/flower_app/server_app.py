@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from fedveil.engines.flower import server_app
+from fedveil.flower import server_app
 
 app = server_app(Path(__file__).with_name("run.toml"), root=0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.engines.simulate import run as simulate
-from fedveil.runs.config import load_config
+from fedveil.federation.config import load_config
+from fedveil.federation.loop import run as simulate
 
 EVIL = "<img src=x onerror=alert(1)>"
 

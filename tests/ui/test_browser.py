@@ -19,9 +19,9 @@ pytest.importorskip("fastapi", reason="the dashboard needs the ui extra")
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from fedveil.engines.simulate import run as simulate
-from fedveil.runs.config import load_config
-from fedveil.runs.report import write_report
+from fedveil.federation.config import load_config
+from fedveil.federation.loop import run as simulate
+from fedveil.report.page import write_report
 from fedveil.ui.server import create_app
 
 CHROMIUM = os.environ.get("FEDVEIL_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedveil.attacks import attribute, canaries, decoder, leakage, membership, shadows
-from fedveil.commands.common import plain
-from fedveil.engines.simulate import Prepared, prepare
+from fedveil.attacks import attribute, decoder, membership, shadows
+from fedveil.attacks.audit import canaries
+from fedveil.attacks.leakage import measure
+from fedveil.cli.common import plain
 from fedveil.errors import UserError, did_you_mean
-from fedveil.learning.round import State, model_weights, start
-from fedveil.runs import store
-from fedveil.runs.config import RunConfig, make_config
+from fedveil.federation import store
+from fedveil.federation.config import RunConfig, make_config
+from fedveil.federation.loop import Prepared, prepare
+from fedveil.federation.round import State, model_weights, start
 
 KINDS = ("gradient", "membership", "attribute", "decoder")
 
@@ -45,10 +47,10 @@ def attack_gradients(
 ) -> list[dict[str, Any]]:
     """Measure each job; with `out`, one line per job is kept (finished ones are not run again) and a gallery drawn."""
 
-    def run(name: str) -> leakage.Outcome:
+    def run(name: str) -> measure.Outcome:
         config, state_of = jobs[name]
         prepared = prepare(config)
-        return leakage.measure(prepared, state_of(prepared), **options)
+        return measure.measure(prepared, state_of(prepared), **options)
 
     if out is None:
         return [run(name).figures for name in jobs]
@@ -57,15 +59,15 @@ def attack_gradients(
 
     def run_and_keep(job: str) -> dict[str, Any]:
         outcome = run(wanted[job])
-        leakage.keep(outcome, _pictures(out, job))
+        measure.keep(outcome, _pictures(out, job))
         return outcome.figures
 
-    lines = leakage.table(out / "gradient.jsonl", [(job, job) for job in wanted], run_and_keep)
+    lines = measure.table(out / "gradient.jsonl", [(job, job) for job in wanted], run_and_keep)
     rows = {line["job"]: line for line in lines}
     drawn = {job: path for job in wanted if (path := _pictures(out, job)).exists()}
     if drawn:
-        outcomes = {job: leakage.kept(path, rows[job]) for job, path in drawn.items()}
-        leakage.gallery(outcomes, out / "gradient.png")
+        outcomes = {job: measure.kept(path, rows[job]) for job, path in drawn.items()}
+        measure.gallery(outcomes, out / "gradient.png")
     return [rows[job] for job in wanted]
 
 
@@ -146,8 +148,8 @@ def attack_decoder(
         if source == "embeddings":
             figures |= {"source": source, **values}
             if out is not None and dataset.pixel_range:
-                picture = leakage.Outcome({}, found.truth[:8, None], found.images[:8, None], {})
-                leakage.gallery({"decoder": picture}, out / "decoder.png")
+                picture = measure.Outcome({}, found.truth[:8, None], found.images[:8, None], {})
+                measure.gallery({"decoder": picture}, out / "decoder.png")
         else:
             figures["from_outputs"] = values
     return figures

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedveil.attacks.membership import TrainMany
-from fedveil.engines.simulate import Prepared, cohort_of, play_round
 from fedveil.errors import UserError
+from fedveil.federation.loop import Prepared, cohort_of, play_round
+from fedveil.federation.round import State, model_weights, moment_of, plan_of, start, work_of
 from fedveil.keys import derive, generator
-from fedveil.learning import local
-from fedveil.learning.plan import ClientWork
-from fedveil.learning.round import State, model_weights, moment_of, plan_of, start, work_of
+from fedveil.training import pool
+from fedveil.training.contract import ClientWork
 
 POPULATION = 2500  # most population examples: more make rmia's scores finer, not better
 
@@ -61,15 +61,15 @@ def pool_of(prepared: Prepared, size: int, seed: int) -> Pool:
     )
 
 
-def trainer(prepared: Prepared, pool: Pool, seed: int) -> TrainMany:
+def trainer(prepared: Prepared, asked: Pool, seed: int) -> TrainMany:
     """Train one model per member mask. With one client (central training) all shadows are one stack. Federations
     start each round from weights of their own, which no stack can: each trains its cohort as a stack, and one
     thread per core plays one federation after the other. Numbers do not depend on the number of threads."""
 
     def with_members(number: int, mask: np.ndarray) -> Prepared:
-        dropped = set(pool.rows[~mask].tolist())
+        dropped = set(asked.rows[~mask].tolist())
         extra = {
-            c: pool.rows[(pool.host == c) & mask & ~pool.member] for c in range(prepared.partition.clients)
+            c: asked.rows[(asked.host == c) & mask & ~asked.member] for c in range(prepared.partition.clients)
         }
         held = {
             c: np.concatenate(
@@ -80,14 +80,14 @@ def trainer(prepared: Prepared, pool: Pool, seed: int) -> TrainMany:
         dealt = replace(prepared.partition, rows_of=held.__getitem__, size_of=lambda c: len(held[c]))
         root = derive(seed, "shadow", number)
         module = copy.deepcopy(prepared.task.module)  # torch swaps its weights in place: one per thread
-        task = replace(prepared.task, module=module, x=pool.x, y=pool.y, rows=dealt.rows, root=root)
+        task = replace(prepared.task, module=module, x=asked.x, y=asked.y, rows=dealt.rows, root=root)
         return replace(prepared, partition=dealt, task=task)
 
     def train_many(masks: np.ndarray) -> np.ndarray:
         shadows = [with_members(number, mask) for number, mask in enumerate(masks)]
         if _one_stack(prepared):
             return _stacked(shadows)
-        with local.one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
+        with pool.one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
             return np.stack(list(threads.map(_federated, shadows)))
 
     return train_many
@@ -131,7 +131,7 @@ def _stacked(shadows: list[Prepared]) -> np.ndarray:
             [np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=-1) for p in parts]
         )
         work.append(ClientWork(number, rows.astype(np.int32), derive(shadow.task.root, "noise", 0, 0)[:16]))
-    result = local.train(
+    result = pool.train(
         first.task.module, first.initial, first.task.x, first.task.y, work, plan, engine=first.config.engine
     )
     if not result.finite.all():

@@ -28,7 +28,7 @@ class Noise:
 
     multiplier: noise scale over the joint bound: Gaussian sigma/C, Laplace b/C, Staircase 1/lambda,
     two-valued 1/epsilon. It is the *effective* multiplier: per-layer clipping, the place of the noise and
-    the neighbouring relation are already inside (see learning.promise).
+    the neighbouring relation are already inside (see protect.promise).
     dimension: coordinates that receive i.i.d. noise (matters for Laplace and Staircase only).
     """
 

@@ -10,7 +10,7 @@ from fedveil.errors import UserError
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.events import Event, Noise, Sampling
-from fedveil.runs.report_words import meaning, strength
+from fedveil.report.words import meaning, strength
 
 MECHANISMS = ("gaussian", "laplace", "staircase", "joint-staircase")
 MOST_STEPS = 10_000_000

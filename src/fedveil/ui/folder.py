@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
-from fedveil.runs.report_facts import main_row, number
+from fedveil.report.facts import main_row, number
 
 MOST_RUNS = 500
 MOST_ENTRIES = 20_000  # folder entries looked at while searching
@@ -185,7 +185,7 @@ def summary(folder: Path, root: Path) -> dict[str, Any]:
 
 
 def _unit(config: dict[str, Any]) -> str:
-    from fedveil.learning.recipes import get
+    from fedveil.protect.recipe import get
 
     try:
         return "client" if get(str(config.get("recipe"))).target == "update" else "example"

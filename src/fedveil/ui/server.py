@@ -24,11 +24,12 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from markupsafe import Markup
 
-from fedveil.commands.common import plain
+from fedveil.cli.common import plain
 from fedveil.errors import UserError
-from fedveil.runs import report, report_plots
-from fedveil.runs.report_facts import Facts, gather
-from fedveil.runs.report_view import epsilon_chart, promise_table, quality, sentence, settings_charts, tiles
+from fedveil.report import page as report
+from fedveil.report import plots as report_plots
+from fedveil.report.facts import Facts, gather
+from fedveil.report.view import epsilon_chart, promise_table, quality, sentence, settings_charts, tiles
 from fedveil.ui import calculator, folder
 from fedveil.ui.folder import Missing
 

@@ -1,0 +1,295 @@
+"""`fedveil attack` and `fedveil audit`: the red team."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
+from fedveil.errors import UserError, did_you_mean
+
+KINDS = ("gradient", "membership", "attribute", "decoder", "all")
+RunArgument = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A finished run directory.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(attack)
+    app.command()(audit)
+
+
+def attack(
+    run: RunArgument = None,
+    kind: Annotated[str, typer.Option(help="gradient, membership, attribute, decoder or all.")] = "gradient",
+    leak: Annotated[
+        str,
+        typer.Option(
+            "--type", help="Where the adversary reads: 2, 1, 0 or 0-sanitised (see docs/attacks.md)."
+        ),
+    ] = "2",
+    recipe: Annotated[
+        str, typer.Option(help="Recipes to attack without a run, separated by commas.")
+    ] = "non-private",
+    dataset: Annotated[str, typer.Option(help="Dataset to attack without a run.")] = "digits",
+    model: Annotated[str, typer.Option(help="Model to attack without a run.")] = "cpl-lenet",
+    method: Annotated[str, typer.Option(help="Gradient attack: dlg, idlg, cpl, gradinv or veil.")] = "veil",
+    victims: Annotated[
+        int, typer.Option(min=1, help="Images (type 2) or clients (types 1 and 0) to attack.")
+    ] = 16,
+    batch: Annotated[float | None, typer.Option(help="Batch behind one update (types 1 and 0).")] = None,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="Local steps behind one update, without a run.")
+    ] = 1,
+    noise_on: Annotated[
+        str | None, typer.Option(help="sum, example or mean: where Fed-CDP's noise goes.")
+    ] = None,
+    rounds: Annotated[
+        str,
+        typer.Option(
+            "--round", help="Checkpoints of the run to attack, e.g. 0,10 (0: before training; default: last)."
+        ),
+    ] = "",
+    iterations: Annotated[int | None, typer.Option(min=1, help="Iterations of one try.")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Further tries for victims not solved.")] = 0,
+    update_as: Annotated[
+        str, typer.Option(help="Treat an update of several steps as one gradient, or unroll them.")
+    ] = "gradient",
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="Keep the image nearest to the truth: no attacker can.")
+    ] = False,
+    unaware: Annotated[
+        bool, typer.Option("--unaware", help="Do not repeat the recipe's clipping in the attack.")
+    ] = False,
+    shadows: Annotated[int, typer.Option(min=2, help="Shadow models (membership).")] = 16,
+    pool: Annotated[
+        int, typer.Option(min=20, help="Examples asked about, half members (membership).")
+    ] = 1000,
+    attribute: Annotated[str | None, typer.Option(help="Sensitive attribute (attribute inference).")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses victims and starts.")] = 0,
+    data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results (default with a run: RUN/attacks).")
+    ] = None,
+    trust_code: TrustFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Attack a run, or a recipe alone, and measure what the adversary gets.
+
+    Examples:
+
+      fedveil attack --recipe non-private,fed-cdp --dataset digits --type 2 --victims 16
+
+      fedveil attack runs/first --kind gradient --round 0,10
+
+      fedveil attack runs/first --kind membership --shadows 32
+    """
+    from fedveil.attacks import campaign
+    from fedveil.attacks.leakage.measure import TYPES
+    from fedveil.attacks.leakage.search import METHODS
+
+    if kind not in KINDS:
+        raise UserError(f"--kind {kind}: choose one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+    if leak not in TYPES:
+        raise UserError(f"--type {leak}: choose one of {', '.join(TYPES)}.")
+    if method not in METHODS:
+        raise UserError(
+            f"--method {method}: choose one of {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
+        )
+    if update_as not in ("gradient", "unroll"):
+        raise UserError(f"--update-as {update_as}: choose gradient or unroll.")
+    if run is None and kind != "gradient":
+        raise UserError(
+            f"--kind {kind} attacks a trained model: give a run directory, e.g. fedveil attack runs/first."
+        )
+    options: dict[str, Any] = {
+        "method": method, "tap": TYPES[leak], "victims": victims, "seed": seed, "iterations": iterations,
+        "restarts": restarts, "oracle": oracle, "update_as": update_as, "aware": False if unaware else None,
+    }  # fmt: skip
+    if run is None:
+        jobs: dict[str, Any] = {}
+        for name in recipe.split(","):
+            config = campaign.gradient_config(
+                name.strip(), dataset, model, victims=victims, seed=seed, tap=TYPES[leak], batch=batch,
+                local_steps=local_steps, noise_on=noise_on, data=data,
+            )  # fmt: skip
+            jobs[f"{config.recipe}|{dataset}|{model}|{noise_on or ''}|{batch}|{local_steps}"] = (
+                config,
+                campaign.initial,
+            )
+        rows = campaign.attack_gradients(jobs, out=out, **options)
+        if out is not None:
+            campaign.save(out, "gradient", rows)
+        result: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
+        emit(result, as_json, lambda: _show_gradients(rows))
+        return
+    from fedveil.federation.store import open_run, refuse_foreign_code
+
+    refuse_foreign_code(open_run(run), trust_code)
+    results = _on_run(
+        run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data
+    )
+    emit(results if kind == "all" else results[kind], as_json, lambda: _show(results))
+
+
+def _on_run(
+    path: Path, kind: str, rounds: str, folder: Path, options: dict[str, Any], shadows: int, pool: int,
+    attribute: str | None, victims: int, seed: int, data: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The attacks of `kind` on a run directory; each result is written as soon as it is there."""
+    from fedveil.attacks import campaign
+    from fedveil.federation.loop import prepare
+    from fedveil.federation.store import open_run
+
+    run = open_run(path)
+    config = run.config if data is None else run.config.model_copy(update={"data": data})
+    results: dict[str, Any] = {}
+    wanted = campaign.KINDS if kind == "all" else (kind,)
+    for one in wanted:
+        try:
+            if one == "gradient":
+                numbers = [int(r) for r in rounds.split(",") if r.strip()] or [
+                    run.rounds()[-1] if run.rounds() else 0
+                ]
+                jobs = {
+                    f"{config.recipe}|round {n}": (
+                        config,
+                        campaign.initial if n == 0 else lambda _p, n=n: run.state(n),
+                    )
+                    for n in numbers
+                }
+                rows = campaign.attack_gradients(jobs, out=folder, **options)
+                found: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
+            else:
+                prepared, weights = prepare(config), campaign.final_weights(run)
+                if one == "membership":
+                    found = campaign.attack_membership(
+                        prepared, weights, shadows_count=shadows, pool_size=pool, seed=seed
+                    )
+                elif one == "attribute":
+                    found = campaign.attack_attribute(prepared, weights, name=attribute, seed=seed)
+                else:
+                    found = campaign.attack_decoder(prepared, weights, victims=victims, seed=seed, out=folder)
+        except UserError as wrong:
+            if kind != "all":
+                raise
+            found = {"kind": one, "not_done": str(wrong)}
+        campaign.save(folder, one, found)
+        results[one] = found
+    return results
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    canaries: Annotated[
+        int, typer.Option(min=2, help="Canary examples or clients, half of them included.")
+    ] = 1000,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Replay only so many rounds.")] = None,
+    significance: Annotated[
+        float, typer.Option(min=1e-9, max=0.5, help="Probability of a false accusation.")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option(help="Chooses canaries and their coins.")] = 0,
+    trust_code: TrustFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Replay a run's recipe with canaries and test the promise in its ledger. Exit code 1: a sound promise is broken.
+
+    Examples:
+
+      fedveil audit runs/first
+
+      fedveil audit runs/first --canaries 2000 --json
+    """
+    from fedveil.attacks import campaign
+    from fedveil.federation.store import open_run, refuse_foreign_code
+
+    refuse_foreign_code(open_run(run), trust_code)
+    figures, code = campaign.audit_run(
+        run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
+    )
+    campaign.save(run / "attacks", "audit", figures)
+    emit(figures, as_json, lambda: show_audit(figures))
+    if code:
+        raise typer.Exit(code)
+
+
+def _show_gradients(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    first = rows[0]
+    columns = ["recipe", "round", "success", "papers'", "labels", "RMSE", "SSIM", "steps", "CPU s"]
+    body = [
+        [
+            row["recipe"], str(row["round"]), figure(row["success_rate"], 3), figure(row["success_rate_papers"], 3),
+            figure(row["label_accuracy"], 3), figure(row["rmse"], 3), figure(row["ssim"], 3),
+            figure(row["iterations"], 3), figure(row["cpu_seconds_per_victim"], 2),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    for name in ("black", "mean"):
+        control = first["controls"][name]
+        body.append([
+            f"({name} image)", "", figure(control["success_rate"], 3), figure(control["success_rate_papers"], 3), "",
+            figure(control["rmse"], 3), figure(control["ssim"], 3), "", "",
+        ])  # fmt: skip
+    notes = [
+        f"success: MSE < 0.01 and SSIM > 0.8 on pixels in {tuple(first['pixel_range'])}; papers': MSE < 0.70.",
+        f"images kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
+    ]
+    for row in rows:
+        if failed := row["failed_numerically"]:
+            notes.append(
+                f"{row['recipe']}, round {row['round']}: {failed} of {row['victims']} attacks failed numerically and are "
+                "left out; that says nothing about the defence."
+            )
+    print_table(
+        f"{first['method']} on {first['tap']}, {first['dataset']}, {first['victims']} victims, batch {first['batch']}",
+        columns, body, right=columns[1:],
+    )  # fmt: skip
+    print("\n".join(notes))
+
+
+def _membership_row(rates: dict[str, Any]) -> list[str]:
+    """Four figures with their intervals; "-" where there is none."""
+    return [
+        "-" if rates[k] is None else "{:.3f} [{:.3f}, {:.3f}]".format(rates[k], *rates[f"{k}_interval"])
+        for k in ("auc", "balanced_accuracy", "tpr_at_1pct", "tpr_at_01pct")
+    ]
+
+
+def _show(results: dict[str, Any]) -> None:
+    from fedveil.report.attacks import empty_because
+
+    for kind, found in results.items():
+        if "not_done" in found:
+            print(f"{kind}: not done. {found['not_done']}")
+        elif kind == "gradient":
+            _show_gradients(found.get("results", [found]))
+        elif kind == "membership":
+            columns = ["attack", "AUC", "balanced acc.", "TPR at 1%", "TPR at 0.1%"]
+            rows = [[name, *_membership_row(r)] for name, r in found["methods"].items()]
+            print_table("Membership inference, 95% intervals", columns, rows, right=columns[1:])
+            for why in empty_because(found["methods"]):
+                print(why)
+        elif kind == "attribute":
+            print(
+                f"attribute '{found['attribute']}': accuracy {found['accuracy']:.3f}, F1 {found['f1']:.3f}; "
+                f"without the model {found['control_accuracy']:.3f}; most frequent value {found['majority_accuracy']:.3f}"
+            )
+        else:
+            print(
+                f"decoder: MSE {found['mse']:.4f}, MAE {found['mae']:.4f}, SSIM {figure(found['ssim'], 3)}; "
+                f"mean image: {found['control_mse']:.4f}, {found['control_mae']:.4f}, {figure(found['control_ssim'], 3)}"
+            )
+
+
+def show_audit(found: dict[str, Any]) -> None:
+    """What an audit found, for people."""
+    promised = "nothing finite" if found["epsilon_promised"] is None else figure(found["epsilon_promised"])
+    print(
+        f"{found['verdict'].upper()} ({found['status']} promise, {found['unit']} level, observer {found['observer']})"
+    )
+    print(f"epsilon promised: {promised} at delta {found['delta']:g}")
+    print(f"epsilon shown by {found['canaries']} canaries: at least {figure(found['epsilon_lower'])}")
+    print(f"ceiling of this sample size: {figure(found['ceiling'])}")
+    print(found["reason"] + ".")

@@ -1,0 +1,377 @@
+"""`fedveil flower …`: make a Flower project, try it out on this machine, submit and follow runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedveil.cli.common import JsonFlag, emit
+from fedveil.errors import UserError
+
+HomeOption = Annotated[Path, typer.Option("--home", help="Folder of the local federation.")]
+DEFAULT_HOME = Path(".fedveil-flower")
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(
+        no_args_is_help=True,
+        help="Run recipes on a Flower federation: init a project, up a local federation, run, down.",
+    )
+    for command in (init, up, run, down, trainer, keys):
+        group.command()(command)
+    app.add_typer(group, name="flower")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder of the project.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A recipe, a shipped configuration or a .toml file.")
+    ],
+    change: Annotated[
+        list[str], typer.Option("--set", help="Change a key: rounds=20, clients=4, sigma=2.")
+    ] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="Run directory on the server (default: DIR/run).")] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds a round waits for replies.")] = 600.0,
+    join: Annotated[float, typer.Option(help="Seconds to wait for the nodes at the start.")] = 300.0,
+    minimum: Annotated[int, typer.Option(min=1, help="Skip a round that has fewer usable replies.")] = 1,
+    public: Annotated[
+        str, typer.Option(help="File with the server's public test data, if nodes bring their own data.")
+    ] = "",
+    shuffler: Annotated[
+        str, typer.Option(help="Address of the parameter shuffler: tcp:HOST:PORT or unix:PATH.")
+    ] = "",
+    shuffler_key: Annotated[
+        str, typer.Option(help="File with the server's secret key (64 hex digits) for the shuffler.")
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a project that `flwr run` and `fedveil flower run` accept.
+
+    Examples:
+
+      fedveil flower init trial fed-cdp --set clients=4
+
+      fedveil flower init study study.toml --deadline 1800 --public public.csv
+    """
+    from fedveil.federation.config import load_config
+    from fedveil.flower.project import write_project
+
+    read = load_config(config, change)
+    options: dict[str, Any] = {
+        "out": str((out or folder / "run").absolute()),
+        "deadline": float(deadline),
+        "join": float(join),
+        "minimum": minimum,
+        "public": str(Path(public).absolute()) if public else "",
+        "shuffler": shuffler,
+        "shuffler_key": str(Path(shuffler_key).absolute()) if shuffler_key else "",
+    }
+    write_project(folder, read, options)
+    found = {"project": str(folder), "recipe": read.recipe, "clients": read.clients, "out": options["out"]}
+
+    def show() -> None:
+        print(f"{folder}: {read.recipe} on {read.dataset}, {read.clients} clients, {read.rounds} rounds.")
+        print(f"Try it here:  fedveil flower up --nodes {read.clients}   then   fedveil flower run {folder}")
+        print("Real hosts:   docs/deploy.md")
+
+    emit(found, as_json, show)
+
+
+def up(
+    nodes: Annotated[int, typer.Option(min=1, help="SuperNodes; give a run as many clients.")] = 4,
+    home: HomeOption = DEFAULT_HOME,
+    port: Annotated[int, typer.Option(help="Port of the SuperLink (default: a free one).")] = 0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS and no node keys. Only ever on this machine.")
+    ] = False,
+    policy: Annotated[
+        Path | None, typer.Option(help="Policy file for all nodes (default: every private recipe).")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once; stop with `fedveil flower down`.")
+    ] = False,
+    no_trainer: Annotated[
+        bool, typer.Option("--no-trainer", help="Train inside Flower's own short-lived processes.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a SuperLink, a SuperExec and SuperNodes on this machine, with TLS and keys, for trying out.
+
+    Runs until Ctrl-C (or `fedveil flower down`), then stops all of them.
+
+    Examples:
+
+      fedveil flower up --nodes 4
+
+      fedveil flower up --nodes 2 --detach --policy my-policy.toml
+    """
+    from fedveil.flower import stack
+    from fedveil.flower.owner import read_policy
+
+    text = ""
+    if policy is not None:
+        read_policy(policy)
+        text = policy.read_text("utf-8")
+    if insecure:
+        typer.secho(
+            "INSECURE: no encryption and no node keys. Everything listens on 127.0.0.1 only; use this to try "
+            "things out, never with private data, never across hosts.",
+            fg="red",
+            bold=True,
+            err=True,
+        )
+    more = {"datasets": str(Path(data).absolute())} if data else {}
+    begun = stack.up(
+        home, nodes, port=port, insecure=insecure, policy=text, node_config=more, trainers=not no_trainer
+    )
+    found = {
+        "home": str(home),
+        "superlink": f"{stack.HOST}:{begun.port}",
+        "tls": not insecure,
+        "nodes": nodes,
+        "pids": {name: p.pid for name, p in begun.processes.items()},
+    }
+
+    def show() -> None:
+        kind = "WITHOUT TLS" if insecure else "TLS and node keys"
+        print(f"SuperLink on {stack.HOST}:{begun.port} ({kind}), {nodes} nodes. Logs below {home}.")
+        print(
+            "Next:  fedveil flower run PROJECT"
+            + ("" if detach else "   (in another terminal; Ctrl-C here stops all)")
+        )
+
+    if detach:
+        emit(found, as_json, show)
+        return
+    import signal
+
+    def leave(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    try:  # nothing is announced before an interrupt would also stop it
+        emit(found, as_json, show)
+        print(end="", flush=True)
+        while (home / "stack.json").exists():
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        if not as_json:
+            print("Stopping …")
+        if (home / "stack.json").exists():
+            stack.down(home)
+
+
+def down(home: HomeOption = DEFAULT_HOME, as_json: JsonFlag = False) -> None:
+    """Stop what `fedveil flower up` started, by the ids it wrote down.
+
+    Example:  fedveil flower down
+    """
+    from fedveil.flower import stack
+
+    count = stack.down(home)
+    emit({"stopped": count}, as_json, lambda: print(f"{count} processes stopped."))
+
+
+def run(
+    project: Annotated[Path, typer.Argument(metavar="DIR", help="A project of `fedveil flower init`.")],
+    home: HomeOption = DEFAULT_HOME,
+    superlink: Annotated[
+        str | None, typer.Option(help="Connection of your own Flower configuration instead of --home.")
+    ] = None,
+    poll: Annotated[float, typer.Option(help="Seconds between looks at the status.")] = 10.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Submit a project, follow its rounds, and end with the run's true status (0 only if it completed).
+
+    A project whose run was interrupted continues from its last checkpoint. Ctrl-C stops following, not the run.
+
+    Examples:
+
+      fedveil flower run trial
+
+      fedveil flower run study --superlink production
+    """
+    import json
+    import os
+    import sys
+
+    from fedveil.flower import stack
+
+    out, rounds = _run_of(project)
+    if (out / "result.json").exists():
+        raise UserError(
+            f"{out} holds a finished run. Make a new project, or change `out` in {project / 'pyproject.toml'}"
+        )
+    env: dict[str, str] = dict(os.environ) if superlink else stack.read(home).environment
+    name = superlink or stack.NAME
+    number = stack.submit(env, project, name)
+    if not as_json:
+        print(f"run {number}", file=sys.stderr)
+    shown, looked, state = 0, 0.0, "submitted"
+    gone: list[str] = []
+    try:
+        while not state.startswith("finished"):
+            shown = _follow(out, rounds, shown, quiet=as_json)
+            if time.monotonic() - looked >= poll or (out / "result.json").exists():
+                state, looked = stack.status(env, number, name), time.monotonic()
+                if not superlink and (now := stack.lost(stack.read(home))) != gone:
+                    gone = now
+                    print(
+                        f"not running any more: {', '.join(gone) or 'none'}; logs below {home}",
+                        file=sys.stderr,
+                    )
+                if "superlink" in gone or "superexec" in gone:
+                    raise UserError(
+                        f"{' and '.join(gone)} ended; logs below {home}. Start again and run again to resume"
+                    )
+            time.sleep(min(poll, 0.5))
+    except KeyboardInterrupt:
+        print(f"\nThe run goes on. Stop it with: flwr stop {number} {name}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _follow(out, rounds, shown, quiet=as_json)
+    result = json.loads((out / "result.json").read_text("utf-8")) if (out / "result.json").exists() else None
+    done = state == "finished:completed"
+
+    def show() -> None:
+        if done and result:
+            accuracy = result.get("test_accuracy")
+            print(f"{result['recipe']}: {result['rounds']} rounds, " + (
+                f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test loss {result['test_loss']}"
+            ))  # fmt: skip
+            for row in result["ledger"]:
+                if row["verdict"] == "sound":
+                    print(f"  {row['observer']:14s} {row['unit']:16s} epsilon {row['epsilon']:.4g}")
+            print(f"Run directory: {out}")
+        elif done:
+            print(f"run {number} completed; its directory {out} is on the server")
+        else:
+            said = stack.flwr(env, "log", str(number), name, "--show")
+            last = [text for text in said.stdout.splitlines() if text.strip()][-15:]
+            print("\n".join(last), file=sys.stderr)
+            print(f"run {number}: {state}", file=sys.stderr)
+
+    emit({"run_id": number, "status": state, "out": str(out), "result": result}, as_json, show)
+    if not done:
+        raise typer.Exit(1)
+
+
+def _run_of(project: Path) -> tuple[Path, int]:
+    """Where a project's run goes, and its number of rounds."""
+    from fedveil.federation.config import load_config
+    from fedveil.flower.owner import tomllib
+
+    try:
+        values = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+        out = Path(values["tool"]["flwr"]["app"]["config"]["out"])
+        package = values["tool"]["flwr"]["app"]["components"]["serverapp"].partition(".")[0]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        raise UserError(f"{project} is no project of `fedveil flower init`") from None
+    return out, load_config(str(project / package / "run.toml")).rounds
+
+
+def _follow(out: Path, rounds: int, shown: int, quiet: bool) -> int:
+    """Print the rounds that are new; returns how many there are."""
+    import sys
+
+    from fedveil.federation.store import read_lines
+
+    lines = read_lines(out / "metrics.jsonl")
+    for line in [] if quiet else lines[shown:]:
+        print(_line(line, rounds), file=sys.stderr, flush=True)
+    return len(lines)
+
+
+def _line(line: dict[str, Any], rounds: int) -> str:
+    """One round for people."""
+    accuracy = line.get("test_accuracy")
+    text = f"round {line['round']}/{rounds}  {line['arrived']} of {line['clients']} replies"
+    text += f"  accuracy {accuracy:.4f}" if accuracy is not None else ""
+    lost = [
+        f"{line[k]} {k}"
+        for k in ("missing", "offline", "refused", "rejected", "error", "failed")
+        if line.get(k)
+    ]
+    text += f"  ({', '.join(lost)})" if lost else ""
+    return text + ("  SKIPPED" if line.get("skipped") else "") + f"  {line['seconds']:.1f} s"
+
+
+def trainer(
+    socket: Annotated[str, typer.Argument(metavar="SOCKET", help="Path of the Unix socket to answer on.")],
+    node_config: Annotated[
+        str, typer.Option("--node-config", help="As for flower-supernode: key=value pairs, TOML values.")
+    ],
+) -> None:
+    """Keep data, policy, ledger and torch of one node in one process; its ClientApp only forwards messages.
+
+    Run it under an account that alone can read the data. The SuperNode gets trainer="SOCKET" in its own
+    --node-config.
+
+    Example:
+
+      fedveil flower trainer /run/fedveil.sock --node-config 'home="/var/lib/fedveil" \\
+          policy="/etc/fedveil/policy.toml" partition-id=0 data="/srv/patients.csv"'
+    """
+    from fedveil.flower.owner import owner_of, read_policy
+    from fedveil.flower.trainer import serve
+
+    owner = owner_of(parse_node_config(node_config))
+    read_policy(owner.policy)
+    try:
+        serve(socket, owner)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def parse_node_config(text: str) -> dict[str, Any]:
+    """key=value pairs as flower-supernode reads them; values are TOML."""
+    from fedveil.flower.owner import tomllib
+
+    pairs = re.findall(r'[\w-]+=(?:"(?:[^"\\]|\\.)*"|[^\s"]+)', text)
+    try:
+        if " ".join(pairs) != text.strip():
+            raise ValueError("not only key=value pairs")
+        return tomllib.loads("\n".join(pairs))
+    except (ValueError, tomllib.TOMLDecodeError) as wrong:
+        raise UserError(
+            f"--node-config {text!r}: {wrong}; write key=value pairs with one space between, texts in double quotes"
+        ) from None
+
+
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into.")],
+    name: Annotated[
+        list[str], typer.Option("--name", help="Names and addresses of the SuperLink, for its certificate.")
+    ] = [],  # noqa: B006
+    nodes: Annotated[int, typer.Option(min=0, help="Also make key pairs for so many SuperNodes.")] = 0,
+    days: Annotated[int, typer.Option(min=1, help="Days the certificates are valid.")] = 365,
+) -> None:
+    """Make a certificate authority, the SuperLink's certificate, and SuperNode keys.
+
+    Make each node's key on the node itself where you can (--nodes 1, no --name): a secret key should not travel.
+
+    Examples:
+
+      fedveil flower keys tls --name fl.example.org --name 10.0.0.5
+
+      fedveil flower keys node --nodes 1
+    """
+    from fedveil.flower import stack
+
+    if not name and not nodes:
+        raise UserError("nothing to make: give --name (for the SuperLink's certificate) or --nodes")
+    if (folder / "ca.key").exists() or (folder / "node-0").exists():
+        raise UserError(f"{folder} already holds keys; choose another folder, keys are never overwritten")
+    if name:
+        stack.make_certificates(folder, name, days)
+        print(
+            f"{folder}/ca.crt (to every host), server.crt and server.key (SuperLink only), ca.key (lock it away)"
+        )
+    for number in range(nodes):
+        stack.make_node_key(folder / f"node-{number}")
+    if nodes:
+        print(f"{folder}/node-* (stay on their nodes), node-*.pub (register at the SuperLink)")

@@ -1,0 +1,101 @@
+"""`fedveil plan`: how to train for a budget, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedveil.cli.common import DeltaOption, JsonFlag, emit, figure, one_of, print_table
+from fedveil.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("plan", rich_help_panel="Promise")(plan)
+
+
+def plan(
+    epsilon: Annotated[float, typer.Option("--epsilon", help="The budget, per example. Above 0.")],
+    delta: DeltaOption = 1e-5,
+    clients: Annotated[int, typer.Option("--clients", help="Clients, each with its own examples.")] = 100,
+    examples: Annotated[
+        int | None, typer.Option("--examples", help="Training examples of all clients together.")
+    ] = None,
+    observer: Annotated[
+        str,
+        typer.Option(
+            "--observer",
+            help="server: sees every client's update. sum: sees only the sum (trusted or secure aggregation).",
+        ),
+    ] = "server",
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", help="A built-in dataset; else describe yours by the options below."),
+    ] = None,
+    kind: Annotated[str, typer.Option("--kind", help="images or table, without --dataset.")] = "images",
+    classes: Annotated[int, typer.Option("--classes", help="Classes, without --dataset.")] = 10,
+    columns: Annotated[int, typer.Option("--columns", help="Columns of a table, without --dataset.")] = 30,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the proposal as a .toml file for `fedveil run`.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How should I train for this budget? Mechanism, clip, batch, steps, rounds and noise, with the reasons.
+
+    The papers' own choice (sigma 6, 100 small local steps) is shown beside it for contrast.
+
+    [bold]Examples[/bold]
+
+    fedveil plan --epsilon 0.823 --clients 100 --dataset mnist --observer server
+
+    fedveil plan --epsilon 2 --clients 50 --examples 20000 --kind table --columns 40 --classes 2 --observer sum
+
+    fedveil plan --epsilon 1 --clients 100 --dataset mnist --observer sum --out mine.toml
+    """
+    from fedveil.federation import planner
+    from fedveil.privacy import checks
+
+    checks.positive("--epsilon", epsilon)
+    checks.delta(delta, "--delta")
+    one_of("--observer", observer, ("server", "sum"))
+    if out is not None and out.suffix != ".toml":
+        raise UserError(f"--out {out}: the name must end in .toml.")
+    shape = planner.describe(dataset, examples, kind, classes, columns)
+    found = planner.plan(shape, epsilon=epsilon, delta=delta, clients=clients, observer=observer)
+    if out is not None:
+        try:
+            out.write_text(planner.as_toml(found, shape, dataset), "utf-8")
+        except OSError as wrong:
+            raise UserError(f"--out {out}: cannot be written: {wrong.strerror}.") from None
+    data = {**found.to_json(), "config": planner.config_of(found, shape, dataset)}
+    emit(data, as_json, lambda: _show(found, out))
+
+
+def _show(found: Any, out: Path | None) -> None:
+    papers = found.papers
+    sampled = f"{papers.batch} of {found.examples_per_client:,}"
+    rows = [
+        ("epsilon reached, sound", figure(found.epsilon), figure(papers.epsilon, missing="none")),
+        ("mechanism", found.mechanism, "gaussian"),
+        ("clip bound", f"{found.clip:g}, flat", "4, per layer"),
+        ("batch per client", f"all {found.examples_per_client:,}", sampled),
+        ("local steps", str(found.local_steps), str(papers.local_steps)),
+        ("rounds", str(found.rounds), str(papers.rounds)),
+        ("noise multiplier", figure(found.noise_multiplier), figure(papers.sigma)),
+        ("learning rate", figure(found.learning_rate), "0.05"),
+        ("features", found.features.replace(",", " "), "none"),
+        ("model", f"{found.model}, {found.weights:,} weights", f"{papers.weights:,} weights"),
+        ("noise to signal, whole run", figure(found.noise_to_signal, 2), figure(papers.noise_to_signal, 2)),
+        ("noise to signal, one round", figure(found.noise_to_signal_per_round, 2), ""),
+    ]
+    who = "sees every client's update" if found.observer == "server" else "sees only the sum"
+    title = (
+        f"epsilon {figure(found.target_epsilon)} at delta {figure(found.delta)} per example; {found.clients:,} clients, "
+        f"{found.examples:,} examples; the server {who}"
+    )
+    notes = [("-", reason) for reason in found.why]
+    if out is not None:
+        notes.append(("", f"Written to {out}: fedveil run {out}"))
+    print_table(title, ("", "proposed", "as in the papers"), rows, notes=notes)

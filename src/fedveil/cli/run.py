@@ -1,0 +1,293 @@
+"""`fedveil run`, `fedveil recipes`, `fedveil compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedveil.cli.common import TrustFlag
+from fedveil.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run)
+    app.command()(recipes)
+    app.command()(compare)
+    app.command()(demo)
+
+
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="Change a key: rounds=20, dataset=mnist, sigma=2, clip.bound=1.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def run(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME_OR_TOML", help="A recipe, a shipped configuration or a .toml file.")
+    ],
+    change: SetOption = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    trust_code: TrustFlag = False,
+    track: Annotated[
+        str | None, typer.Option(help="Also send every round to: tensorboard or mlflow.")
+    ] = None,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Test the promise with canaries right after training; exit code 1 if a sound one is broken.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a recipe across clients and state what each observer may learn.
+
+    Examples:
+
+      fedveil run fed-cdp
+
+      fedveil run fed-alpha-cdp-sound --set dataset=digits --set rounds=20 --out runs/first
+
+      fedveil run fed-cdp-sound --set rounds=20 --audit
+
+      fedveil run my-study.toml --resume --out runs/study
+    """
+    from fedveil.federation.config import load_config
+    from fedveil.federation.loop import run as simulate
+    from fedveil.federation.store import open_run, refuse_foreign_code
+
+    changes = [*change, *([f'data="{data}"'] if data else [])]
+    if resume and out is None:
+        raise UserError("--resume needs --out DIR: the run to continue")
+    config = load_config(name, changes)
+    if resume and out is not None and (out / "run.json").exists() and not change:
+        before = open_run(out)
+        refuse_foreign_code(before, trust_code)
+        config = before.config
+    if audit and not config.built_recipe().private:
+        raise UserError(f"--audit: recipe '{config.recipe}' adds no noise, so there is no promise to test.")
+    folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
+    with _tracker(track, folder, config) as send:
+        result = _with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
+    found, code = _audit(folder) if audit else (None, 0)
+    if config.report:
+        _write_report([folder], folder / "report.html")
+    if as_json:
+        print(json.dumps(result | ({"audit": found} if audit else {})))
+    else:
+        _show(result)
+        if found is not None:
+            from fedveil.cli.attack import show_audit
+
+            show_audit(found)
+    if code:
+        raise typer.Exit(code)
+
+
+def _audit(folder: Path) -> tuple[dict[str, Any], int]:
+    """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
+    from fedveil.attacks import campaign
+    from fedveil.cli.common import plain
+
+    figures, code = campaign.audit_run(folder)
+    campaign.save(folder / "attacks", "audit", figures)
+    return plain(figures), code
+
+
+def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
+    """Run `work(callback)` behind a progress bar on a terminal; silently otherwise."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        return work(None)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=config.rounds, shown="")
+
+        def hook(facts: Any) -> None:
+            accuracy = facts.metrics.get("test_accuracy")
+            rmse = facts.metrics.get("test_rmse")
+            shown = (
+                f"accuracy {accuracy:.3f}"
+                if accuracy is not None
+                else f"rmse {rmse:.3f}"
+                if rmse is not None
+                else ""
+            )
+            epsilon = facts.metrics.get("epsilon")
+            shown += f"  epsilon({config.observer}) {epsilon:.3f}" if epsilon is not None else ""
+            progress.update(bar, completed=facts.round, shown=shown)
+
+        return work(hook)
+
+
+def _write_report(folders: list[Path], path: Path) -> None:
+    from fedveil.report.page import write_report
+
+    write_report(folders, path)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from fedveil.cli.common import Notes, figure, print_table
+
+    accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
+    quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
+    print(f"{result['recipe']} on {result['dataset']}: {quality} after {result['rounds']} rounds")
+    print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")
+    notes = Notes()
+    rows = [
+        [
+            row["observer"],
+            row["unit"],
+            figure(row["epsilon"], missing="none"),
+            row["verdict"],
+            row["accountant"] or "-",
+            notes.mark(row["reason"]),
+        ]
+        for row in result["ledger"]
+    ]
+    columns = ["observer", "unit", "epsilon", "verdict", "accountant", "note"]
+    delta = max((row["delta"] for row in result["ledger"]), default=0.0)
+    print_table(
+        f"What each observer may learn (delta {delta:g})",
+        columns,
+        rows,
+        right=["epsilon"],
+        notes=notes.lines(),
+    )
+    if result["simulated"]:
+        print("Noise was seeded: sound promises hold when deployed with secret noise (secure_noise = true).")
+    page = Path(result["run"]) / "report.html"
+    print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the report.")] = Path("runs/demo"),
+    as_json: JsonOption = False,
+) -> None:
+    """Train Fed-alpha-CDP and its sound sibling on embedded data and show accuracy and promises side by side.
+
+    Example:  fedveil demo --out runs/demo
+    """
+    import shutil
+
+    from fedveil.federation.config import load_config
+    from fedveil.federation.loop import run as simulate
+
+    results = []
+    for name in ("demo-alpha", "demo-sound"):
+        config, folder = load_config(name), out / name
+        if folder.exists() and (folder / "run.json").is_file():
+            shutil.rmtree(folder)
+        command = f"fedveil run {name}"
+        results.append(_with_progress(config, _job(simulate, config, folder, command), as_json))
+        _write_report([folder], folder / "report.html")
+    _write_report([out / "demo-alpha", out / "demo-sound"], out / "report.html")
+    if as_json:
+        print(json.dumps(results))
+        return
+    for result in results:
+        _show(result)
+        print()
+    print(f"Both runs side by side: {out / 'report.html'}")
+
+
+def _tracker(kind: str | None, folder: Path, config: Any) -> Any:
+    """A context that gives a callback per round, or None where nothing is tracked."""
+    if kind is None:
+        return nullcontext()
+    from fedveil.report.track import tracker
+
+    return tracker(kind, folder, config)
+
+
+def _job(
+    simulate: Any, config: Any, folder: Path, command: str, resume: bool = False, send: Any = None
+) -> Any:
+    """The run as a function of the progress display's callback; `send` is called after every round too."""
+
+    def work(hook: Any) -> Any:
+        def both(facts: Any) -> None:
+            for call in (hook, send):
+                if call is not None:
+                    call(facts)
+
+        return simulate(config, folder, resume=resume, on_round=both, command=command)
+
+    return work
+
+
+def recipes(as_json: JsonOption = False) -> None:
+    """List every recipe: clip, sensitivity, sigma, place of the noise, and the verdict for each observer.
+
+    Example:  fedveil recipes --json
+    """
+    from fedveil.protect.describe import describe_all
+
+    rows = describe_all()
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("recipe", "clip", "S", "sigma", "noise", "server", "client-process", "public"):
+        table.add_column(column, overflow="fold")
+    colours = {"sound": "green", "nominal": "yellow", "none": "red"}
+    for row in rows:
+        marks = [
+            f"[{colours[row['verdicts'][o]]}]{row['verdicts'][o]}[/]"
+            for o in ("server", "client-process", "public")
+        ]
+        table.add_row(row["name"], row["clip"], row["sensitivity"], row["sigma"], row["where"], *marks)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="A B …", help="Recipes, configurations, .toml files or run directories."),
+    ],
+    change: SetOption = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per configuration, seeds 0, 1, …")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for the runs that are made.")] = Path("report/compare"),
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png or .svg): accuracy against sound epsilon.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run or read several configurations and put them side by side: accuracy, epsilon nominal and sound, time.
+
+    Example:  fedveil compare fed-cdp fed-alpha-cdp-sound --set dataset=digits --seeds 3 --plot pareto.png
+    """
+    from fedveil.report.compare import compare_all, plot_pareto, table_of
+
+    rows = compare_all(names, change, seeds, out, quiet=as_json)
+    if plot is not None:
+        plot_pareto(rows, plot)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+
+    Console().print(table_of(rows))

@@ -1,0 +1,283 @@
+"""One typed configuration for every run; files are TOML, a name is a recipe or a shipped configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fedveil.errors import UserError, did_you_mean
+from fedveil.privacy.events import Observer
+from fedveil.protect.recipe import ALIASES, Recipe, catalogue, get, with_changes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+
+class RunConfig(BaseModel):
+    """Everything that decides a run. `protect` changes parts of the recipe (sigma, clip.bound, …)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field("", description="free name of the run")
+    recipe: str = Field(description="a recipe of `fedveil recipes`")
+    protect: dict[str, Any] = Field(default_factory=dict, description="changed parts of the recipe")
+
+    dataset: str = Field(
+        "cancer", description="a name of `fedveil data list`, a .npz or .csv file, or module:function"
+    )
+    data: str | None = Field(None, description="folder of the datasets (else FEDVEIL_DATA)")
+    target: str | None = Field(None, description="target column of a .csv file")
+    features: str | None = Field(None, description="fixed features in front of the model, e.g. scattering")
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of the training rows set aside as public validation"
+    )
+    limit: int | None = Field(None, ge=1, description="use only so many training rows")
+    split_seed: int = Field(0, description="seed of the train/test split where the dataset has none")
+
+    partition: str = Field("shards", description="shards, iid, dirichlet, groups, copies, overlapping")
+    partition_options: dict[str, Any] = Field(default_factory=dict)
+    clients: int = Field(10, ge=1)
+    cohort_size: float | None = Field(None, gt=0, description="expected clients per round; none means all")
+
+    rounds: int = Field(10, ge=1)
+    local_steps: int = Field(100, ge=1)
+    batch_size: float = Field(5, gt=0, description="expected batch per client and step")
+    learning_rate: float = Field(0.05, gt=0)
+    learning_rate_end: float | None = Field(
+        None, gt=0, description="linear decay to this value at the last round"
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="in local training")
+    model: str = Field("auto", description="a model name, module:function, or auto")
+    model_options: dict[str, Any] = Field(default_factory=dict)
+
+    server_learning_rate: float = Field(1.0, gt=0)
+    server_momentum: float = Field(0.0, ge=0, lt=1)
+    average: float = Field(
+        0.0, ge=0, lt=1, description="share of the last rounds whose models are averaged for use"
+    )
+    curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
+    message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
+
+    delta: float = Field(1e-5, gt=0, lt=1)
+    accountant: str = "pld"
+    observer: Observer = Field("server", description="whose epsilon is shown, targeted and calibrated")
+    calibrate: bool = Field(False, description="choose sigma so that target_epsilon is met at the last round")
+    target_epsilon: float | None = Field(None, gt=0, description="stop before this epsilon is exceeded")
+    target_accuracy: float | None = Field(
+        None, gt=0, le=1, description="stop at this accuracy on the validation set"
+    )
+    fixed_variance: float | None = Field(
+        None, gt=0, description="noise deviation held constant: sigma = this / bound"
+    )
+    client_epsilons: list[float] | None = Field(
+        None, description="own budget of each client (repeated in turn)"
+    )
+    client_mechanisms: list[str] | None = Field(
+        None, description="own mechanism of each client (repeated in turn)"
+    )
+    minimum_clients: int = Field(1, ge=1, description="stop when fewer clients have budget left")
+    allow_large_delta: bool = False
+    tuning: str = Field("none stated", description="how hyper-parameters were chosen, and what that cost")
+
+    seed: int = 0
+    engine: Literal["auto", "native", "torch", "stacked", "functional", "reference"] = "auto"
+    workers: int = Field(1, ge=1)
+    chunk: int | None = Field(None, ge=1)
+    device: str = "cpu"
+    secure_noise: bool = Field(False, description="noise and sampling from the operating system's entropy")
+    evaluate_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(10, ge=1)
+    diagnostics: bool = Field(True, description="record private diagnostics (norms, losses)")
+    report: bool = True
+
+    @field_validator("recipe")
+    @classmethod
+    def _known_recipe(cls, name: str) -> str:
+        return get(name).name
+
+    def built_recipe(self) -> Recipe:
+        """The recipe with this configuration's changes."""
+        return with_changes(get(self.recipe), self.protect)
+
+
+# The papers' local steps, batch and rounds per dataset (P1, P3), on disjoint clients.
+DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cancer": {"clients": 10, "partition": "iid", "rounds": 3, "local_steps": 100, "batch_size": 4},
+    "digits": {"clients": 10, "partition": "iid", "rounds": 10, "local_steps": 100, "batch_size": 5},
+    "mnist": {"clients": 100, "cohort_size": 10, "rounds": 100, "batch_size": 5},
+    "fashion_mnist": {"clients": 100, "cohort_size": 10, "rounds": 100, "batch_size": 5},
+    "cifar10": {"clients": 50, "cohort_size": 5, "rounds": 100, "batch_size": 4},
+    "lfw": {"clients": 10, "partition": "iid", "rounds": 60, "batch_size": 3},
+    "adult": {"clients": 100, "cohort_size": 10, "partition": "iid", "rounds": 10, "batch_size": 3},
+    "location30": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 10},
+    "medical_mnist": {
+        "clients": 10,
+        "partition": "iid",
+        "rounds": 50,
+        "batch_size": 5,
+        "learning_rate": 0.01,
+    },
+    "utkface": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 5, "learning_rate": 0.01},
+    "wind": {"clients": 7, "partition": "groups", "rounds": 50, "batch_size": 16, "learning_rate": 0.01},
+}
+CENTRAL_DEFAULTS: dict[str, Any] = {"clients": 1, "partition": "iid", "cohort_size": None}
+
+
+def shipped() -> dict[str, str]:
+    """Names and TOML texts of the shipped configurations."""
+    folder = resources.files("fedveil") / "configs"
+    if not folder.is_dir():
+        return {}
+    found = [item for item in folder.iterdir() if item.name.endswith(".toml")]
+    return {item.name[:-5]: item.read_text("utf-8") for item in sorted(found, key=lambda i: i.name)}
+
+
+def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
+    """A configuration from a TOML file, a shipped name, or a recipe's name, with `key=value` changes.
+
+    Keys are those of RunConfig; a recipe's part may be named directly (sigma=2, clip.bound=1).
+    """
+    where = name_or_path
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise UserError(f"configuration file '{name_or_path}' does not exist")
+        values = _read_toml(path.read_text("utf-8"), where)
+    elif name_or_path.lower() in shipped():
+        values = _read_toml(shipped()[name_or_path.lower()], where)
+        values.setdefault("name", name_or_path.lower())
+    elif name_or_path in catalogue() or name_or_path in ALIASES:
+        values = {"recipe": name_or_path}
+        where = ""
+    else:
+        known = [*catalogue(), *ALIASES, *shipped()]
+        raise UserError(
+            f"'{name_or_path}' is neither a .toml file, a shipped configuration nor a recipe."
+            f"{did_you_mean(name_or_path, known)} `fedveil recipes` lists what there is."
+        )
+    pairs = changes if isinstance(changes, Mapping) else dict(_pair(text) for text in changes)
+    return make_config(values, pairs, where)
+
+
+def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, where: str = "") -> RunConfig:
+    """Check and complete plain values: dataset defaults, then `values`, then `changes`."""
+    merged = _routed(values, where)
+    for key, value in _routed(changes, "--set").items():
+        if key in ("protect", "partition_options", "model_options"):
+            merged[key] = {**merged.get(key, {}), **value}
+        else:
+            merged[key] = value
+    dataset = str(merged.get("dataset", "cancer"))
+    base = dict(DATASET_DEFAULTS.get(dataset, {}))
+    recipe_name = str(merged.get("recipe", ""))
+    known = catalogue().get(ALIASES.get(recipe_name, recipe_name))
+    if known is not None and known.family == "central":
+        base.update(CENTRAL_DEFAULTS)
+        base["batch_size"] = (
+            0.01 * 60000 if dataset in ("mnist", "fashion_mnist") else base.get("batch_size", 5)
+        )
+    if known is not None and known.where == "sum":
+        base["local_steps"] = 1
+    if "clients" in merged and "cohort_size" not in merged:
+        base.pop("cohort_size", None)
+    try:
+        config = RunConfig(**{**base, **merged})
+    except ValidationError as wrong:
+        raise UserError(_explain(wrong, where)) from None
+    config.built_recipe()
+    check_config(config)
+    return config
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse settings that are fine alone but not together."""
+    recipe = config.built_recipe()
+    if config.cohort_size is not None and config.cohort_size > config.clients:
+        raise UserError(f"cohort_size = {config.cohort_size} is above clients = {config.clients}")
+    if recipe.where == "sum" and config.local_steps != 1:
+        raise UserError(
+            f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
+        )
+    if config.target_accuracy is not None and config.validation <= 0:
+        raise UserError(
+            "target_accuracy needs a public validation set: set validation = 0.1 (rows set aside and treated as public)"
+        )
+    if config.client_epsilons and recipe.where not in ("step", "client"):
+        raise UserError(
+            f"client_epsilons: with where = {recipe.where} there is one noise for all, not one per client"
+        )
+    if config.client_epsilons and recipe.mechanism == "two-valued":
+        raise UserError(
+            "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
+        )
+    if config.fixed_variance is not None and recipe.clip.rule == "quantile":
+        raise UserError(
+            "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
+            "composes: use one of the two"
+        )
+    if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
+        raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
+    if recipe.aggregate == "connectivity" and config.validation <= 0:
+        raise UserError(
+            "aggregate = connectivity trains on public data at the server: set validation = 0.1 or more"
+        )
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise UserError(f"--set {text!r}: write key=value, e.g. --set rounds=20")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _read_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as wrong:
+        raise UserError(f"{where}: not valid TOML: {wrong}") from None
+
+
+def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Send recipe parts that were named directly into `protect`, dotted option keys into their table."""
+    own = RunConfig.model_fields
+    parts = {name for name in Recipe.__dataclass_fields__ if name not in ("name", "summary", "paper")}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        head, _, tail = key.partition(".")
+        if head in ("partition_options", "model_options") and tail:
+            out.setdefault(head, {})[tail] = value
+        elif (head == "recipe" and tail) or (head == "protect" and tail):
+            out.setdefault("protect", {})[tail] = value
+        elif key == "protect":
+            out.setdefault("protect", {}).update(value)
+        elif key in own:
+            out[key] = value
+        elif head in parts:
+            out.setdefault("protect", {})[key] = value
+        else:
+            prefix = f"{where}: " if where else ""
+            raise UserError(
+                f"{prefix}unknown key '{key}'.{did_you_mean(key, [*own, *parts, 'clip.bound', 'clip.kind'])}"
+            )
+    return out
+
+
+def _explain(wrong: ValidationError, where: str) -> str:
+    lines = []
+    for error in wrong.errors():
+        key = ".".join(str(part) for part in error["loc"])
+        message = str(error["msg"]).removeprefix("Value error, ")
+        shown = "" if error["type"] == "missing" else f" = {error['input']!r}"
+        lines.append(f"{key}{shown}: {message}")
+    prefix = f"{where}: " if where else ""
+    return prefix + "; ".join(lines)

@@ -1,0 +1,135 @@
+"""The Harmonizer: noise multipliers that spend one budget, for the run or for each client and mechanism."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fedveil.errors import UserError
+from fedveil.federation.config import RunConfig
+from fedveil.federation.round import Task, moment_of, start
+from fedveil.privacy.accountants import answer
+from fedveil.privacy.events import Event
+from fedveil.protect.promise import Round, claims
+from fedveil.protect.recipe import Recipe, constant, with_changes
+from fedveil.protect.udp import nbafl_scales
+
+
+def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+    """Give the task (or each client) the smallest sigma that keeps its sound epsilon within the budget.
+
+    A client is calibrated for the participations it can expect, ceil(rounds * cohort / clients); the ledger still
+    stops it before it would exceed its budget if chance picks it more often.
+    """
+    rounds = expected_participations(task)
+    if config.client_epsilons:
+        mechanisms = config.client_mechanisms or [task.recipe.mechanism]
+        own: dict[int, tuple[Recipe, float]] = {}
+        budgets: dict[int, float] = {}
+        cache: dict[tuple[float, str, int], tuple[Recipe, float]] = {}
+        for client in range(dealt.clients):
+            epsilon = config.client_epsilons[client % len(config.client_epsilons)]
+            mechanism = mechanisms[client % len(mechanisms)]
+            key = (epsilon, mechanism, dealt.size(client))
+            if key not in cache:
+                recipe = with_changes(task.recipe, {"mechanism": mechanism, **clip_for(mechanism)})
+                cache[key] = (
+                    recipe,
+                    sigma_for(replace(task, recipe=recipe), config, epsilon, rounds, key[2]),
+                )
+            own[client], budgets[client] = cache[key], epsilon
+        notes = tuple(
+            f"epsilon {epsilon:g}, {mechanism}, {size} examples: sigma {found[1]:.4g}"
+            for (epsilon, mechanism, size), found in cache.items()
+        )
+        return replace(task, own=own, own_epsilon=budgets), notes
+    smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
+    assert config.target_epsilon is not None
+    sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest)
+    recipe = replace(task.recipe, sigma=constant(sigma))
+    return replace(task, recipe=recipe), (
+        f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
+    )
+
+
+def nbafl(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+    """Give NbAFL the noise of its own formulas for recipe.epsilon and delta (see `udp.nbafl_scales`).
+
+    Formal guarantee: none by itself; the ledger states what this noise is worth, as for any other.
+    """
+    recipe = task.recipe
+    assert recipe.epsilon is not None
+    smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
+    clip = recipe.clip.bound.value(0, task.setting.rounds)
+    seen = round(recipe.exposures) or expected_participations(task)
+    up, down = nbafl_scales(
+        recipe.epsilon, config.delta, clip, smallest, dealt.clients, task.setting.rounds, seen
+    )
+    noised = replace(recipe, sigma=constant(up / clip), downlink_sigma=down / clip)
+    said = (
+        f"NbAFL's own scales for epsilon {recipe.epsilon:g}: uplink deviation {up:.4g}, downlink {down:.4g}"
+    )
+    return replace(task, recipe=noised), (said,)
+
+
+def clip_for(mechanism: str) -> dict[str, Any]:
+    """The changes of a recipe's clip that a mechanism asks for."""
+    if mechanism in ("laplace", "joint-staircase"):
+        return {"clip.norm": "l1", "clip.kind": "flat"}
+    return {"clip.norm": "l2"}
+
+
+def expected_participations(task: Task) -> int:
+    """Rounds in which a client takes part, on average, rounded up (all of them where everybody always does)."""
+    setting = task.setting
+    if task.recipe.where == "server":
+        return setting.rounds
+    return max(1, math.ceil(setting.rounds * min(1.0, setting.cohort / setting.clients)))
+
+
+def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int) -> list[Event]:
+    """The observer's sound events over `rounds` rounds at constant sigma."""
+    now = moment_of(task, start(task, _zeros(task)))
+    at = Round(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
+    unit = "client" if task.recipe.target == "update" else "example"
+    found = [
+        c
+        for c in claims(task.recipe, task.setting, at, size)
+        if (c.observer, c.unit, c.verdict) == (config.observer, unit, "sound")
+    ]
+    if not found:
+        raise UserError(
+            f"calibrate = true: recipe '{task.recipe.name}' gives no sound promise to observer '{config.observer}' per {unit}, "
+            "so no sigma reaches an epsilon; choose another observer or recipe"
+        )
+    return [replace(c.event, steps=c.event.steps * rounds) for c in found if c.event is not None]
+
+
+def _zeros(task: Task) -> Any:
+    import numpy as np
+
+    return np.zeros(task.layout.size, np.float32)
+
+
+def sigma_for(task: Task, config: RunConfig, epsilon: float, rounds: int, size: int) -> float:
+    """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events."""
+    accountant = config.accountant
+
+    def spent(sigma: float) -> float:
+        found = answer(events_of(task, config, sigma, rounds, size), config.delta, accountant)
+        if found.epsilon is None and accountant == "pld":
+            found = answer(events_of(task, config, sigma, rounds, size), config.delta, "rdp")
+        return math.inf if found.epsilon is None else found.epsilon
+
+    low, high = 1e-3, 1.0
+    while spent(high) > epsilon:
+        low, high = high, high * 4
+        if high > 1e9:
+            raise UserError(
+                f"no noise reaches epsilon = {epsilon:g} in {rounds} rounds at delta = {config.delta:g}"
+            )
+    while high / low > 1.0005:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if spent(middle) > epsilon else (low, middle)
+    return high

@@ -1,0 +1,579 @@
+"""Whole federations in one process: prepare a task from a configuration, play rounds, keep the books.
+
+The order inside a round is fixed: draw the cohort, write the release to the ledger and sync it, only then
+let any update leave a client. A crash can over-count privacy, never under-count it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil.data.datasets import Dataset, load
+from fedveil.data.partition import Partition, partition
+from fedveil.errors import UserError
+from fedveil.federation import store
+from fedveil.federation.config import RunConfig, check_config
+from fedveil.federation.round import (
+    State,
+    Task,
+    Upload,
+    learning_rate_of,
+    merge,
+    model_weights,
+    moment_of,
+    noise_errors,
+    plan_of,
+    shuffled,
+    start,
+    uploads_of,
+    work_of,
+)
+from fedveil.keys import entropy
+from fedveil.models import nets
+from fedveil.models.layout import Layout, flatten, layout_of, unflatten
+from fedveil.privacy.events import Release, Unit
+from fedveil.privacy.ledger import Budget, Header, Ledger, commit
+from fedveil.protect.batches import cohort
+from fedveil.protect.promise import Round, Setting, divergence, release
+from fedveil.protect.recipe import Recipe
+from fedveil.training import pool
+from fedveil.training.contract import LocalPlan, LocalResult
+from fedveil.training.evaluate import distortion_bound, evaluate
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A configuration with its data, partition, model and task."""
+
+    config: RunConfig
+    dataset: Dataset
+    partition: Partition
+    task: Task
+    initial: np.ndarray
+    engine: str
+    engine_reason: str
+    notes: tuple[str, ...] = ()
+    data_digest: str = ""
+
+
+@dataclass(frozen=True)
+class RoundFacts:
+    """What a callback gets after each round. `private` must not be shared."""
+
+    round: int
+    rounds: int
+    metrics: Mapping[str, Any]
+    private: Mapping[str, Any]
+    state: State
+
+
+OnRound = Callable[[RoundFacts], None]
+
+
+def prepare(
+    config: RunConfig,
+    dataset: Dataset | None = None,
+    module: Any = None,
+    *,
+    dealt: Partition | None = None,
+    root: int | bytes | None = None,
+) -> Prepared:
+    """Load data, deal it out, build the model, calibrate the noise if asked to.
+
+    dealt: who holds how much, where that is not decided here (deployment). root: keys all randomness instead
+    of the seed or, with secure_noise, the system's entropy.
+    """
+    if dataset is None:
+        dataset = load(
+            config.dataset,
+            root=config.data,
+            seed=config.split_seed,
+            validation=config.validation,
+            target=config.target,
+            limit=config.limit,
+        )
+    if config.features:
+        from fedveil.models.features import apply as apply_features
+
+        dataset = apply_features(dataset, config.features)
+    check_config(config)
+    recipe = config.built_recipe()
+    if dealt is None:
+        dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
+    if root is None:
+        root = entropy() if config.secure_noise else config.seed
+    if module is None:
+        name = nets.default_model(dataset) if config.model == "auto" else config.model
+        module = nets.build(name, dataset.shape, dataset.classes, config.seed, **config.model_options)
+    nets.check_model(module)
+    layout = layout_of(module)
+    cohort_size = float(config.cohort_size or dealt.clients)
+    setting = Setting(
+        clients=dealt.clients,
+        cohort=cohort_size,
+        rounds=config.rounds,
+        steps=config.local_steps,
+        batch=config.batch_size,
+        examples=dealt.examples,
+        layers=layout.layers,
+        dimension=layout.size,
+        copies=dealt.copies,
+    )
+    notes: tuple[str, ...] = dataset.notes
+    task = Task(
+        recipe=recipe,
+        setting=setting,
+        module=module,
+        layout=layout,
+        x=dataset.x,
+        y=dataset.y,
+        rows=dealt.rows,
+        root=root,
+        learning_rate=config.learning_rate,
+        learning_rate_end=config.learning_rate_end,
+        momentum=config.momentum,
+        loss="squared" if dataset.task == "regression" else "cross-entropy",
+        server_learning_rate=config.server_learning_rate,
+        server_momentum=config.server_momentum,
+        average=config.average,
+        fixed_variance=config.fixed_variance,
+        seed=config.seed,
+        message_loss=config.message_loss,
+        curve=config.curve,
+        public=_public(dataset),
+    )
+    if config.client_epsilons or config.calibrate:
+        from fedveil.federation.harmonize import harmonize
+
+        task, more = harmonize(task, config, dealt)
+        notes += more
+    elif recipe.name == "nbafl" and recipe.epsilon is not None:
+        from fedveil.federation.harmonize import nbafl
+
+        task, more = nbafl(task, config, dealt)
+        notes += more
+    initial = flatten(module)
+    sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
+    engine, reason = pool.choose(module, sample, config.engine)
+    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
+
+
+def _public(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
+    if dataset.x_validation is None or dataset.y_validation is None:
+        return None
+    return dataset.x_validation, dataset.y_validation
+
+
+def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:
+    """The ledger entry of one round, derived from the task itself."""
+    sizes = {int(c): prepared.partition.size(int(c)) for c in clients}
+    return release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
+
+
+def stacks_of(prepared: Prepared, now: Round, clients: np.ndarray) -> dict[LocalPlan, list[int]]:
+    """The cohort by equal plans; uploads are merged in this order, whoever trained them."""
+    stacks: dict[LocalPlan, list[int]] = {}
+    for client in clients.tolist():
+        plan = plan_of(prepared.task, now, client, prepared.partition.size(client))
+        stacks.setdefault(plan, []).append(client)
+    return stacks
+
+
+def train_cohort(
+    prepared: Prepared, state: State, now: Round, clients: np.ndarray, workers: int | pool.Workers = 1
+) -> Iterator[tuple[list[int], LocalResult]]:
+    """Train the cohort, chunk by chunk; clients with equal plans share a stack."""
+    task, config = prepared.task, prepared.config
+    for plan, members in stacks_of(prepared, now, clients).items():
+        work = (work_of(task, state, now, client) for client in members)
+        at = 0
+        for result in pool.stream(
+            task.module,
+            state.weights,
+            task.x,
+            task.y,
+            work,
+            plan,
+            engine=config.engine,
+            workers=workers,
+            chunk=config.chunk,
+            device=config.device,
+        ):
+            count = len(result.finite)
+            yield members[at : at + count], result
+            at += count
+
+
+def play_round(
+    prepared: Prepared, state: State, clients: np.ndarray, workers: int | pool.Workers = 1
+) -> tuple[State, dict[str, Any], dict[str, Any]]:
+    """One round for a cohort whose release is already in the ledger: (state, public facts, private facts)."""
+    task = prepared.task
+    now = moment_of(task, state)
+    seen: list[tuple[list[int], LocalResult]] = []
+
+    def uploads() -> Iterator[Upload]:
+        for chunk, result in train_cohort(prepared, state, now, clients, workers):
+            yield from uploads_of(task, now, state, chunk, result)
+            seen.append((chunk, replace(result, delta=np.empty(0))))
+
+    following, facts = merge(task, state, now, shuffled(task, now, uploads()))
+    facts |= {
+        "clients": len(clients),
+        "sigma": now.sigmas[0],
+        "bound": now.bounds[0],
+        "learning_rate": learning_rate_of(task, state.round),
+    }
+    private = _diagnostics(seen)
+    if len(clients):
+        first = int(clients[0])
+        errors = noise_errors(task, now, first, prepared.partition.size(first), prepared.config.diagnostics)
+        private |= {name: errors.pop(name) for name in ("measured_l1",) if name in errors}
+        facts |= errors
+    if task.recipe.where == "server" and task.recipe.cohort == "poisson":
+        # The amplification counts on a secret cohort, and its size tells something about it.
+        private |= {name: facts.pop(name) for name in ("clients", "uploads")}
+    return following, facts, private
+
+
+def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
+    """Private figures of a round, over its clients."""
+    if not seen:
+        return {}
+    finite = np.concatenate([r.finite for _, r in seen])
+
+    def mean(name: str) -> Any:
+        values = np.concatenate([getattr(r, name) for _, r in seen])[finite]
+        return None if len(values) == 0 else _plain(np.mean(values, axis=0, dtype=np.float64))
+
+    largest = np.concatenate([r.norm_max for _, r in seen])[finite]
+    return {
+        "diverged": int((~finite).sum()),
+        "skipped_examples": int(sum(r.skipped.sum() for _, r in seen)),
+        "diverged_clients": [c for chunk, r in seen for k, c in enumerate(chunk) if not r.finite[k]],
+        "loss": mean("loss"),
+        "norm_mean": mean("norm_mean"),
+        "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
+        "unclipped": mean("unclipped"),
+        "noise_deviation": mean("noise_scale"),
+        "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)}
+        if len(finite) <= 200
+        else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim == 0:
+        return float(array) if np.isfinite(array) else None
+    return [float(v) if np.isfinite(v) else None for v in array]
+
+
+def run(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    on_round: OnRound | None = None,
+    dataset: Dataset | None = None,
+    module: Any = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Run a configuration in the directory `out`; returns what result.json holds.
+
+    resume: continue from the last checkpoint. Seeded runs end with the same weights as an uninterrupted run.
+    """
+    folder = Path(out)
+    begun = time.perf_counter()
+    prepared = prepare(config, dataset, module)
+    task = prepared.task
+    prepared = replace(prepared, data_digest=data_digest(task))
+    state = open_folder(prepared, folder, resume, command)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(open_ledger(prepared, folder))
+        workers: int | pool.Workers = config.workers
+        if config.workers > 1 and prepared.engine in ("stacked", "functional"):
+            workers = stack.enter_context(pool.Workers(config.workers))
+        stop = "all rounds done"
+        while state.round < config.rounds:
+            now = moment_of(task, state)
+            drawn = cohort_of(prepared, now.number)
+            clients, ended = affordable(prepared, ledger, now, drawn)
+            if ended:
+                stop = ended
+                break
+            mark = fingerprint_of(prepared, state, clients)
+            ledger.spend(release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
+            clock = time.perf_counter()
+            state, facts, private = play_round(prepared, state, clients, workers)
+            lost = divergence(task.recipe, now.number, private.get("diverged_clients", ()))
+            if lost is not None:
+                ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
+            if task.own_epsilon:
+                facts["sat_out"] = len(drawn) - len(clients)
+            done = record_round(
+                prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
+            )
+            if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
+                store.save_checkpoint(folder / "checkpoints", state, ledger.head)
+            if done:
+                stop = done
+                break
+        return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
+    config = prepared.config
+    known = store.checkpoints(folder / "checkpoints")
+    state = start(prepared.task, prepared.initial)
+    if (folder / "run.json").exists():
+        if not resume:
+            raise UserError(
+                f"{folder} already holds a run: add --resume to continue it, or choose another --out"
+            )
+        before = store.open_run(folder).config
+        free = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
+        changed = [
+            k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(config, k)
+        ]
+        if changed:
+            raise UserError(
+                f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead"
+            )
+        if known:
+            state = store.load_checkpoint(folder / "checkpoints", known[-1])
+        for name in ("metrics.jsonl", "private.jsonl"):
+            if (folder / name).exists():
+                store.keep_rounds(folder / name, state.round)
+        return state
+    if resume and not folder.exists():
+        raise UserError(f"--resume: {folder} does not exist; run without --resume first")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        raise UserError(f"cannot create {folder}: {wrong.strerror}") from None
+    store.write_json(
+        folder / "run.json",
+        {
+            "config": config.model_dump(),
+            "versions": store.versions(),
+            "seed": config.seed,
+            "command": command,
+            "simulated": not config.secure_noise,
+            "engine": prepared.engine,
+            "engine_reason": prepared.engine_reason,
+            "notes": list(prepared.notes),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "python": sys.version.split()[0],
+            "parameters": prepared.task.layout.size,
+            "layers": list(prepared.task.layout.layer_names),
+            "examples": prepared.partition.examples,
+            "copies": prepared.partition.copies,
+        },
+    )
+    return state
+
+
+def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
+    """Continue the run's ledger, which must still hold what the newest checkpoint saw; or start it."""
+    path, head = folder / "ledger.jsonl", store.ledger_head(folder / "checkpoints")
+    if path.exists():
+        return Ledger.open(path, head)
+    if head is not None or (folder / "metrics.jsonl").exists():
+        raise UserError(
+            f"{path} is gone, but the run has begun: what was released can no longer be counted. Put the ledger "
+            "back, or start a new run"
+        )
+    return Ledger.create(path, header_of(prepared))
+
+
+def header_of(prepared: Prepared) -> Header:
+    """What is fixed before the first release: sizes, copies, budgets and, for an accuracy stop, the whole plan."""
+    config, dealt, task = prepared.config, prepared.partition, prepared.task
+    unit = unit_of(task.recipe)
+    if task.own_epsilon:
+        budgets = tuple(Budget(e, config.observer, unit, client) for client, e in task.own_epsilon.items())
+    elif config.target_epsilon is not None:
+        budgets = (Budget(config.target_epsilon, config.observer, unit),)
+    else:
+        budgets = ()
+    committed = None
+    if config.target_accuracy is not None:
+        committed = commit(_planned(prepared), config.rounds)
+    many = dealt.clients > 100_000
+    return Header(
+        delta=config.delta,
+        clients=dealt.clients,
+        sizes=() if many else tuple(int(s) for s in dealt.sizes),
+        copies=dealt.copies,
+        budgets=budgets,
+        simulated=not config.secure_noise,
+        planned_rounds=config.rounds,
+        stopping="fixed" if committed is None else "data",
+        committed=committed,
+        config=config_hash(config),
+        allow_large_delta=config.allow_large_delta,
+    )
+
+
+def unit_of(recipe: Recipe) -> Unit:
+    """The unit that a recipe is made to protect."""
+    return "client" if recipe.target == "update" else "example"
+
+
+def _planned(prepared: Prepared) -> Iterator[Release]:
+    """The releases of all planned rounds; cohorts are coins that do not depend on the data."""
+    state = start(prepared.task, prepared.initial)
+    for index in range(prepared.config.rounds):
+        now = moment_of(prepared.task, replace(state, round=index))
+        yield release_of(prepared, now, cohort_of(prepared, now.number))
+
+
+def cohort_of(prepared: Prepared, number: int) -> np.ndarray:
+    """The clients drawn for round `number`."""
+    task = prepared.task
+    return cohort(task.recipe.cohort, prepared.partition.clients, task.setting.cohort, task.root, number)
+
+
+def config_hash(config: RunConfig) -> str:
+    """Changes whenever anything that decides the releases changes."""
+    ignore = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
+    values = {k: v for k, v in config.model_dump().items() if k not in ignore}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def data_digest(task: Task) -> str:
+    """Hash of the training data: seeded noise on other data is another release."""
+    parts = hashlib.sha256(np.ascontiguousarray(task.x).data)
+    parts.update(np.ascontiguousarray(task.y).data)
+    return parts.hexdigest()
+
+
+def fingerprint_of(prepared: Prepared, state: State, clients: np.ndarray) -> str:
+    """Equal only if a replayed round is the very same release: same start, cohort, configuration, seeded noise."""
+    parts = hashlib.sha256(
+        f"{config_hash(prepared.config)} {prepared.engine} {prepared.data_digest}".encode()
+    )
+    parts.update(
+        state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes()
+    )
+    for name in sorted(state.server):
+        parts.update(name.encode() + np.asarray(state.server[name]).tobytes())
+    return parts.hexdigest()
+
+
+def affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarray) -> tuple[np.ndarray, str]:
+    """The clients of the cohort that still have budget, and why to stop (if so)."""
+    config, task = prepared.config, prepared.task
+    clients = drawn
+    if task.own_epsilon:
+        clients = np.array(
+            [c for c in drawn.tolist() if not ledger.would_exceed(release_of(prepared, now, np.array([c])))],
+            int,
+        )
+        if len(clients) == 0 and len(drawn):
+            left = [
+                c
+                for c in range(prepared.partition.clients)
+                if not ledger.would_exceed(release_of(prepared, now, np.array([c])))
+            ]
+            if len(left) < config.minimum_clients:
+                return (
+                    clients,
+                    f"only {len(left)} clients have budget left (minimum_clients = {config.minimum_clients})",
+                )
+    elif config.target_epsilon is not None:
+        why = ledger.would_exceed(release_of(prepared, now, clients))
+        if why:
+            return clients, f"target_epsilon = {config.target_epsilon} would be exceeded: {why[0]}"
+    return clients, ""
+
+
+def record_round(
+    prepared: Prepared,
+    folder: Path,
+    ledger: Ledger,
+    state: State,
+    facts: dict[str, Any],
+    private: dict[str, Any],
+    seconds: float,
+    on_round: OnRound | None,
+) -> str:
+    """Evaluate, write the round's lines, tell the callback; returns a reason to stop or ''."""
+    config, task, data = prepared.config, prepared.task, prepared.dataset
+    line: dict[str, Any] = {"round": state.round, "seconds": seconds, **facts}
+    line["epsilon"] = ledger.epsilon(config.observer, unit_of(task.recipe), accountant=config.accountant)
+    stop = ""
+    if state.round % config.evaluate_every == 0 or state.round == config.rounds:
+        weights = model_weights(state)
+        found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
+        line |= {f"test_{name}": value for name, value in found.items()}
+        if data.x_validation is not None and data.y_validation is not None:
+            public = evaluate(task.module, weights, data.x_validation, data.y_validation, task.loss)
+            line |= {f"validation_{name}": value for name, value in public.items()}
+            reached = public["accuracy"]
+            if (
+                config.target_accuracy is not None
+                and reached is not None
+                and reached >= config.target_accuracy
+            ):
+                stop = f"target_accuracy = {config.target_accuracy} reached on the validation set"
+        if config.diagnostics and task.loss == "cross-entropy":
+            line["distortion_bound"] = distortion_bound(
+                task.module, weights, data.x_test[:256], data.y_test[:256]
+            )
+        if not np.isfinite(weights).all():
+            stop = "the global model is no longer finite: lower learning_rate"
+    store.append_line(folder / "metrics.jsonl", line)
+    if config.diagnostics:
+        store.append_line(folder / "private.jsonl", {"round": state.round, "private": True, **private})
+    if on_round:
+        on_round(RoundFacts(state.round, config.rounds, line, private, state))
+    return stop
+
+
+def finish(
+    prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop: str, seconds: float
+) -> dict[str, Any]:
+    task, data, config = prepared.task, prepared.dataset, prepared.config
+    weights = model_weights(state)
+    if state.round and state.round not in store.checkpoints(folder / "checkpoints"):
+        store.save_checkpoint(folder / "checkpoints", state, ledger.head)
+    save_model(folder / "model.safetensors", weights, task.layout)
+    found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
+    result = {
+        "recipe": task.recipe.name,
+        "dataset": config.dataset,
+        "test_accuracy": found["accuracy"],
+        "test_loss": found["loss"],
+        "rounds": state.round,
+        "seconds": seconds,
+        "stopped": stop,
+        "engine": prepared.engine,
+        "engine_reason": prepared.engine_reason,
+        "simulated": not config.secure_noise,
+        "run": str(folder),
+        "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
+    }
+    result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
+    store.write_json(folder / "result.json", result)
+    return result
+
+
+def save_model(path: Path, weights: np.ndarray, layout: Layout) -> None:
+    """The final model as a plain state_dict in safetensors."""
+    import torch
+    from safetensors.numpy import save
+
+    named = unflatten(torch.as_tensor(weights), layout)
+    store.write_atomic(path, save({name: np.ascontiguousarray(t.numpy()) for name, t in named.items()}))

@@ -1,0 +1,172 @@
+"""What an observer sees: the very tensors at a tap, by the plain reference path. Attacks call this and never
+re-implement a defence; fast engines do not materialise these tensors and are tested against the same
+reference.
+
+Taps, by the papers' leakage types:
+  type2            per-example gradients in the client's memory before the local step
+  type1            the client's update after local training, before its own clip and noise
+  type0            the upload as the server receives it
+  type0-sanitised  the same upload after the server's own clip and noise, taken alone
+
+LDP-FL's upload is one of two values per weight; it is shown as the change of the weights that it reports. Where
+parameters are shuffled the server gets no client's upload, only how many ones each weight has: then the mean over the
+round's clients is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fedveil.errors import UserError, did_you_mean
+from fedveil.federation.round import (
+    State,
+    Task,
+    moment_of,
+    noised_update,
+    plan_of,
+    ranges_of,
+    recipe_of,
+    sanitise_update,
+    uploads_of,
+    work_of,
+)
+from fedveil.keys import derive
+from fedveil.models.layout import Layout
+from fedveil.protect import ldp, noise
+from fedveil.protect.promise import Round
+from fedveil.training.contract import LocalPlan, LocalResult
+from fedveil.training.reference import example_gradient
+from fedveil.training.reference import train as reference_train
+
+Tap = Literal["type2", "type1", "type0", "type0-sanitised"]
+TAPS: tuple[Tap, ...] = ("type2", "type1", "type0", "type0-sanitised")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """values: [V, P] gradients (type 2) or [1, P] updates. plan and moment tell what an informed adversary
+    knows: bounds, multipliers, steps, learning rate. noise_scale: deviation of the noise in `values` (0: none)."""
+
+    tap: Tap
+    values: np.ndarray
+    plan: LocalPlan
+    moment: Round
+    noise_scale: float
+
+
+def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | None = None) -> Seen:
+    """The tensors at `tap` in the coming round of `state`.
+
+    type2: `rows` are the victims (row numbers of the task's data), one gradient each. Other taps: the client's
+    own batches of this round, or one step on exactly `rows` where rows are given and the task has one step.
+    """
+    if tap not in TAPS:
+        raise UserError(f"unknown tap '{tap}'.{did_you_mean(tap, TAPS)} Known: {', '.join(TAPS)}")
+    now = moment_of(task, state)
+    recipe = recipe_of(task, client)
+    own = np.asarray(task.rows(client))
+    plan = plan_of(task, now, client, len(own))
+    if tap == "type2":
+        chosen = own if rows is None else np.asarray(rows)
+        values, scale = _in_memory(task, state, now, plan, chosen, client)
+        return Seen("type2", values, plan, now, scale)
+    work = work_of(task, state, now, client)
+    if rows is not None:
+        if plan.steps != 1:
+            raise UserError("given rows make one batch: this needs local_steps = 1")
+        work = type(work)(**{**work.__dict__, "rows": np.asarray(rows, np.int32)[None, :]})
+    result = reference_train(task.module, state.weights, task.x, task.y, [work], plan)
+    update, scale = result.delta[0], 0.0
+    if recipe.mechanism == "two-valued" and tap != "type1":
+        others = _others(task, state, now, client) if recipe.channel == "shuffle-parameters" else {}
+        update, scale = _reported(task, state, now, {client: update, **others})
+        return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
+    if plan.noise != "none":
+        scale = float(result.noise_scale[0]) * plan.learning_rate / plan.expected_batch * plan.steps**0.5
+    if tap != "type1":
+        update = sanitise_update(task, now, recipe, update, client, state.weights)
+        if recipe.where == "client":
+            scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
+    if tap == "type0-sanitised" and recipe.where == "server":
+        scale = now.sigmas[0] * now.bounds[0]
+        key = derive(task.root, "server-noise", now.number)[:16]
+        update = noised_update(recipe, now, update, key)
+    return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
+
+
+def _others(task: Task, state: State, now: Round, client: int) -> dict[int, np.ndarray]:
+    """The updates of all other clients that may report in the round (every client, if the cohort is not full)."""
+    found = {}
+    for other in range(task.setting.clients):
+        if other != client:
+            plan = plan_of(task, now, other, len(np.asarray(task.rows(other))))
+            work = work_of(task, state, now, other)
+            found[other] = reference_train(task.module, state.weights, task.x, task.y, [work], plan).delta[0]
+    return found
+
+
+def result_of(updates: np.ndarray) -> LocalResult:
+    """Finished updates [K, P] as an engine would return them, without diagnostics."""
+    none = np.zeros(len(updates))
+    return LocalResult(
+        updates.astype(np.float32), np.ones(len(updates), bool), none, none[:, None], none[:, None], none, none,
+        none.astype(np.int64),
+    )  # fmt: skip
+
+
+def _reported(
+    task: Task, state: State, now: Round, updates: dict[int, np.ndarray]
+) -> tuple[np.ndarray, float]:
+    """The mean of the clients' two-valued reports as a change of the weights, and the deviation of its noise."""
+    clients = list(updates)
+    result = result_of(np.stack([updates[c] for c in clients]))
+    ranges, epsilon = ranges_of(state), float(now.epsilon or 0)
+    reports = [
+        ldp.decode(upload.bits, ranges, epsilon, task.layout)
+        for upload in uploads_of(task, now, state, clients, result)
+        if upload.bits is not None
+    ]
+    mean = np.mean(reports, axis=0)
+    spread = np.sqrt(ldp.variance(state.weights, ranges, epsilon, task.layout).mean() / len(reports))
+    return (mean - state.weights).astype(np.float32), float(spread)
+
+
+def _in_memory(
+    task: Task, state: State, now: Round, plan: LocalPlan, rows: np.ndarray, client: int
+) -> tuple[np.ndarray, float]:
+    """Per-example gradients of one batch as the recipe leaves them: raw, clipped, or clipped and noised one by
+    one. AdaClip's are seen in its scaled space."""
+    weights = torch.as_tensor(state.weights)
+    found = [
+        example_gradient(task.module, task.layout, weights, task.x[r], task.y[r], plan.loss)[1] for r in rows
+    ]
+    gradients = torch.stack(found).numpy()
+    if plan.clip == "none":
+        return gradients, 0.0
+    recipe = recipe_of(task, client)
+    if recipe.clip.rule == "adaclip":
+        work = work_of(task, state, now, client)
+        gradients = (gradients - work.shift) / work.scale
+    clipped, largest = clip_gradients(gradients, task.layout, plan)
+    if recipe.noise_on != "example" or recipe.mechanism != "gaussian":
+        return clipped, 0.0
+    scale = plan.multipliers[0] * (plan.bounds[0] if plan.sensitivity == "bound" else largest)
+    key = derive(task.root, "noise", now.number, client)[:16]
+    drawn = np.stack([noise.normals(key, 0, clipped.shape[1], example=1 + k) for k in range(len(rows))])
+    return clipped + np.float32(scale) * drawn, scale
+
+
+def clip_gradients(gradients: np.ndarray, layout: Layout, plan: LocalPlan) -> tuple[np.ndarray, float]:
+    """A batch's gradients [B, P] clipped as in the plan's first step, and the largest clipped norm (l2-max)."""
+    clipped, largest = gradients.copy(), 0.0
+    order = 1 if plan.clip_norm == "l1" else 2
+    for part in layout.layer_slices() if plan.clip == "layer" else (slice(None),):
+        norms = np.linalg.norm(gradients[:, part].astype(np.float64), ord=order, axis=1)
+        bound = float(np.median(norms)) if plan.bound_rule == "median" else plan.bounds[0]
+        clipped[:, part] *= np.minimum(1.0, bound / np.maximum(norms, 1e-30))[:, None].astype(np.float32)
+        largest = max(largest, float(np.minimum(norms, bound).max(initial=0.0)))
+    return clipped, largest

@@ -1,0 +1,81 @@
+"""The same recipes on a real Flower federation. Flower carries messages; everything else is fedveil's.
+
+    from fedveil.flower import client_app, server_app
+
+A project for `flwr run` contains two lines like these (see `fedveil flower init`). Imports are lazy: a
+ClientApp is started afresh for every message, and with a persistent trainer it needs neither torch nor data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+
+    from fedveil.flower.node import RootOf
+
+__all__ = ["client_app", "server_app"]
+
+
+def client_app(root_of: RootOf | None = None) -> ClientApp:
+    """The node's side: answer "who are you" (query) and play rounds (train).
+
+    root_of exists for tests of equality with the simulator: (configuration, client) -> root of all the
+    node's randomness. The app of a project never passes it: every message then takes a fresh root from the
+    operating system, and no configuration, option or environment variable changes that. A node whose
+    policy asks for secure noise (the default) refuses to train with a given root.
+
+    Formal guarantee: a reply leaves only after the release is in the node's own ledger, on its own disk, and
+    within the budget and the policy of the node's owner.
+    """
+    from flwr.clientapp import ClientApp
+
+    from fedveil.flower import wire
+
+    app = ClientApp()
+
+    def reply(kind: str, message: Any, context: Any) -> Any:
+        from fedveil.flower.owner import owner_of
+
+        owner = owner_of(context.node_config)
+        facts, arrays = wire.read(message)
+        if owner.trainer and root_of is None:
+            from fedveil.flower.trainer import ask
+
+            return wire.answer(message, *ask(owner.trainer, kind, facts, arrays))
+        from fedveil.flower.node import answer
+
+        return wire.answer(message, *answer(kind, facts, arrays, owner, root_of=root_of))
+
+    @app.query()
+    def hello(message: Any, context: Any) -> Any:
+        return reply("hello", message, context)
+
+    @app.train()
+    def train(message: Any, context: Any) -> Any:
+        return reply("round", message, context)
+
+    return app
+
+
+def server_app(config: str | Path, root: int | bytes | None = None) -> ServerApp:
+    """The server's side: the whole run of the configuration file `config`, resumed if its folder holds one.
+
+    root: as in `client_app`, for tests; otherwise cohorts and the server's noise come from the operating
+    system's entropy.
+    """
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Any, context: Any) -> None:
+        from fedveil.federation.config import load_config
+        from fedveil.flower.server import options_of, serve
+
+        serve(grid, load_config(str(config)), options_of(context.run_config), root=root)
+
+    return app

@@ -1,0 +1,86 @@
+"""A project folder that `flwr run` accepts: two thin apps, the configuration, and where the run goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import UserError
+from fedveil.federation.config import RunConfig
+from fedveil.flower.owner import deployable
+
+PYPROJECT = """\
+# Made by `fedveil flower init`. The package carries no data and no algorithm: both sides need fedveil installed.
+[project]
+name = "fedveil-run"
+version = "1.0.0"
+description = "{description}"
+license = "Apache-2.0"
+dependencies = ["flwr==1.41.0", "fedveil"]
+
+[tool.flwr.app]
+publisher = "fedveil"
+
+[tool.flwr.app.components]
+serverapp = "fedveil_run.server_app:app"
+clientapp = "fedveil_run.client_app:app"
+
+[tool.flwr.app.config]
+{options}"""
+
+SERVER = '''\
+"""The server: plays run.toml over the nodes."""
+
+from pathlib import Path
+
+from fedveil.flower import server_app
+
+app = server_app(Path(__file__).with_name("run.toml"))
+'''
+
+CLIENT = '''\
+"""A node: trains on its own data, within its owner's policy and budget."""
+
+from fedveil.flower import client_app
+
+app = client_app()
+'''
+
+
+def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -> None:
+    """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
+    deployable(config.built_recipe(), shuffler=bool(options.get("shuffler") and options.get("shuffler_key")))
+    if (folder / "pyproject.toml").exists():
+        raise UserError(f"{folder} already holds a project; choose another folder")
+    package = folder / "fedveil_run"
+    package.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{key.replace('_', '-')} = {_value(value)}\n" for key, value in options.items())
+    description = f"{config.recipe} on {config.dataset}".replace('"', "'")
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(description=description, options=lines), "utf-8")
+    (package / "__init__.py").write_text("", "utf-8")
+    (package / "server_app.py").write_text(SERVER, "utf-8")
+    (package / "client_app.py").write_text(CLIENT, "utf-8")
+    (package / "run.toml").write_text(to_toml(config), "utf-8")
+
+
+def to_toml(config: RunConfig) -> str:
+    """A configuration as TOML that `load_config` reads back to an equal one."""
+    values = config.model_dump(exclude_none=True, exclude={"secure_noise"})  # always, on Flower
+    own = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    tables = {key: value for key, value in values.items() if isinstance(value, dict) and value}
+    text = "".join(f"{key} = {_value(value)}\n" for key, value in own.items())
+    for name, table in tables.items():
+        text += f"\n[{name}]\n" + "".join(f"{_value(k)} = {_value(v)}\n" for k, v in table.items())
+    return text
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_value(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

@@ -1,0 +1,596 @@
+"""The server's round loop over a Flower grid: plan, charge, send, collect until the deadline, merge, record.
+
+Order inside a round: the release of the whole planned cohort is in the ledger before the first message
+leaves. Whoever answers late, twice, wrongly or not at all was already paid for, so the ledger can over-count,
+never under-count. Noise that the server adds has the scale of the plan whatever arrives, and the noised sum
+is divided by the planned cohort: fewer arrivals mean relatively more noise, never less.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil.data.datasets import Dataset, load
+from fedveil.data.partition import Partition
+from fedveil.errors import UserError, did_you_mean
+from fedveil.federation import loop, store
+from fedveil.federation.config import RunConfig
+from fedveil.federation.loop import OnRound, Prepared
+from fedveil.federation.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
+from fedveil.flower import wire
+from fedveil.flower.owner import deployable
+from fedveil.models import nets
+from fedveil.privacy.ledger import Ledger
+from fedveil.protect.promise import Round, divergence, joint_bound
+from fedveil.training.contract import LocalPlan
+
+BROADCAST = ("bound", "adaclip_mean", "adaclip_variance", "range_centre", "range_radius", "anchor", "control")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the server runs (keys of `[tool.flwr.app.config]`, with - for _).
+
+    out: run directory on the server. deadline: seconds a round waits for replies. join: seconds to wait for
+    nodes. minimum: with fewer usable replies the round is skipped (its release stays charged). patience: rounds
+    that may be skipped in a row. public: file with the server's public test data, if not the
+    configuration's dataset. shuffler, shuffler_key: address, and file of the server's secret key.
+    """
+
+    out: str
+    deadline: float = 600.0
+    join: float = 300.0
+    minimum: int = 1
+    patience: int = 3
+    poll: float = 0.5
+    public: str = ""
+    shuffler: str = ""
+    shuffler_key: str = ""
+    group: int = 1
+
+
+def options_of(values: Mapping[str, Any]) -> Options:
+    """Options from a Flower run configuration; unknown keys are an error."""
+    known = {item.name.replace("_", "-"): item.name for item in fields(Options)}
+    for key in values:
+        if key not in known:
+            raise UserError(f"run configuration: unknown key '{key}'.{did_you_mean(key, known)}")
+    if not values.get("out"):
+        raise UserError("run configuration: 'out' is missing: the run directory on the server")
+    return Options(**{known[key]: value for key, value in values.items()})
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Which node is which client, how many examples each client holds, and which nodes are nobody's (why)."""
+
+    node: Mapping[int, int] = field(default_factory=dict)  # client -> node id
+    examples: Mapping[int, int] = field(default_factory=dict)
+    strangers: Mapping[int, str] = field(default_factory=dict)  # node id -> reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back in a round: usable uploads by client, and why the others are missing."""
+
+    uploads: dict[int, Upload]
+    shuffled: int
+    tally: Counter[str]
+    reasons: tuple[str, ...]
+    bytes_up: int = 0
+
+
+def serve(
+    grid: Any,
+    config: RunConfig,
+    options: Options,
+    *,
+    root: int | bytes | None = None,
+    on_round: OnRound | None = None,
+) -> dict[str, Any]:
+    """Play a whole run over `grid` in the folder `options.out`; continues a run that is already there.
+
+    Returns what result.json holds. root: only for tests of equality with the simulator.
+    """
+    begun = time.perf_counter()
+    folder = Path(options.out)
+    recipe = config.built_recipe()
+    deployable(recipe, shuffler=bool(options.shuffler and options.shuffler_key))
+    if config.target_accuracy is not None and config.validation <= 0:
+        raise UserError("target_accuracy needs a public validation set")
+    config = config.model_copy(
+        update={"secure_noise": root is None, "diagnostics": False, "checkpoint_every": 1, "report": False}
+    )
+    dataset = _public_dataset(config, options)
+    name = nets.default_model(dataset) if config.model == "auto" else config.model
+    crowd = gather(grid, config, options, folder)
+    prepared = prepare(config, dataset, name, crowd, root)
+    task = prepared.task
+    state = loop.open_folder(prepared, folder, (folder / "run.json").exists(), "fedveil flower run")
+    store.write_json(folder / "nodes.json", {str(c): [n, crowd.examples[c]] for c, n in crowd.node.items()})
+    skipped, stop = 0, "all rounds done"
+    with loop.open_ledger(prepared, folder) as ledger:
+        while state.round < config.rounds:
+            now = moment_of(task, state)
+            if task.recipe.channel == "shuffle-parameters":
+                now = replace(now, arrived=_crowd_minimum(options))
+            drawn = loop.cohort_of(prepared, now.number)
+            clients, ended = loop.affordable(prepared, ledger, now, drawn)
+            if ended:
+                stop = ended
+                break
+            clock = time.perf_counter()
+            crowd = ready(grid, prepared, crowd, now, clients, options)
+            state, facts, reasons = _play(grid, prepared, ledger, state, now, clients, crowd, options)
+            facts["sat_out"] = len(drawn) - len(clients)
+            seconds = time.perf_counter() - clock
+            done = loop.record_round(prepared, folder, ledger, state, facts, {}, seconds, on_round)
+            store.save_checkpoint(folder / "checkpoints", state, ledger.head)
+            _say(f"round {state.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
+            if done:
+                stop = done
+                break
+            skipped = skipped + 1 if facts.get("skipped") else 0
+            if skipped >= options.patience:
+                why = "; ".join(reasons) or "no node answered in time"
+                raise UserError(
+                    f"stopped after round {state.round}: {skipped} rounds in a row had fewer than {options.minimum} "
+                    f"usable replies ({why}). The run is intact: run again to continue"
+                )
+        return loop.finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def _play(
+    grid: Any,
+    prepared: Prepared,
+    ledger: Ledger,
+    state: State,
+    now: Round,
+    clients: np.ndarray,
+    crowd: Crowd,
+    options: Options,
+) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+    """One round: charge, exchange, merge or skip. (next state, public facts, why replies are missing)."""
+    task = prepared.task
+    mark = loop.fingerprint_of(prepared, state, clients)
+    ledger.spend(loop.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
+    ticket = ledger.head[0]
+    found = exchange(grid, prepared, state, now, clients, crowd, ticket, options)
+    lost = divergence(task.recipe, now.number, clients.tolist() if found.tally.get("diverged") else ())
+    if lost is not None:
+        ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
+    arrived = found.shuffled if task.recipe.channel == "shuffle-parameters" else len(found.uploads)
+    if arrived >= least_of(task, now, clients, options) or (
+        len(clients) == 0 and task.recipe.where == "server"
+    ):
+        following, facts = _merged(prepared, state, now, clients, found, options, ticket)
+    else:  # the model stays; what was asked for stays charged
+        following, facts = replace(state, round=state.round + 1), {"skipped": True}
+    facts |= {
+        "clients": len(clients),
+        "arrived": arrived,
+        **{kind: count for kind, count in found.tally.items() if count},
+        "bytes_up": found.bytes_up or facts.get("bytes_up", 0),
+        "sigma": now.sigmas[0],
+        "bound": now.bounds[0],
+        "learning_rate": learning_rate_of(task, state.round),
+    }
+    return following, facts, found.reasons
+
+
+def least_of(task: Task, now: Round, clients: np.ndarray, options: Options) -> int:
+    """Usable replies that a round needs."""
+    if task.recipe.channel == "shuffle-parameters":
+        return max(options.minimum, now.arrived or 0)
+    return min(options.minimum, max(1, len(clients)))
+
+
+def _say(text: str) -> None:
+    from logging import INFO
+
+    from flwr.supercore import log
+
+    log(INFO, text)
+
+
+def _public_dataset(config: RunConfig, options: Options) -> Dataset:
+    """The server's public part: test (and validation) rows. Training rows are dropped where a demo loads them."""
+    found = load(
+        options.public or config.dataset,
+        root=config.data,
+        seed=config.split_seed,
+        validation=config.validation,
+        target=config.target,
+        limit=config.limit,
+    )
+    groups = None if found.groups is None else found.groups[:0]
+    return replace(found, x=found.x[:0], y=found.y[:0], groups=groups, attributes={})
+
+
+def prepare(
+    config: RunConfig, dataset: Dataset, model: str, crowd: Crowd, root: int | bytes | None = None
+) -> Prepared:
+    """The simulator's preparation with the sizes that the nodes told."""
+    sizes = [crowd.examples[client] for client in range(config.clients)]
+
+    def nobody(client: int) -> np.ndarray:
+        raise RuntimeError(f"rows of client {client} are on its node")
+
+    shared = config.partition in ("copies", "overlap") or "examples_per_client" in config.partition_options
+    copies = config.clients if shared else 1  # nodes with data of their own are taken at their word: disjoint
+    dealt = Partition("nodes", config.clients, copies, sum(sizes), nobody, lambda client: sizes[client])
+    if config.features:
+        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
+    module = nets.build(model, dataset.shape, dataset.classes, config.seed, **config.model_options)
+    prepared = loop.prepare(config, dataset, module, dealt=dealt, root=root)
+    return replace(
+        prepared, engine="flower", engine_reason="Engine: Flower; each node trains its own client."
+    )
+
+
+def _told(prepared: Prepared) -> wire.Facts:
+    """What every node is told about the run. Calibrated noise is written out, so that nodes need no sizes."""
+    task, config = prepared.task, prepared.config
+    protect = dict(config.protect)
+    if config.calibrate and not task.own:
+        protect["sigma"] = task.recipe.sigma.value(0, config.rounds)
+    told = config.model_copy(update={"data": None, "protect": protect, "calibrate": False})
+    dataset = prepared.dataset
+    return {
+        "config": told.model_dump(),
+        "run": loop.config_hash(config)[:16],
+        "examples": prepared.partition.examples,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "model": nets.default_model(dataset) if config.model == "auto" else config.model,
+    }
+
+
+# --- nodes ---
+
+
+def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crowd:
+    """Wait until every client has a node, or say who is missing. A resumed run knows its clients: it waits for
+    their nodes to be back, but goes on with those that are."""
+    crowd = Crowd()
+    if (folder / "nodes.json").exists():
+        known = store.read_json(folder / "nodes.json")
+        crowd = Crowd({int(c): v[0] for c, v in known.items()}, {int(c): v[1] for c, v in known.items()})
+    until = time.monotonic() + options.join
+    while True:
+        crowd = greet(grid, config, crowd, max(1.0, until - time.monotonic()), options.poll)
+        missing = [c for c in range(config.clients) if c not in crowd.node]
+        back = set(crowd.node.values()) <= set(grid.get_node_ids())
+        if not missing and (back or time.monotonic() > until):
+            return crowd
+        said = "".join(f"; node {node}: {why}" for node, why in crowd.strangers.items())
+        if missing and said and len(crowd.strangers) + len(crowd.node) >= config.clients:
+            raise UserError(f"client {missing[0]} has no node that takes part{said}")
+        if missing and time.monotonic() > until:
+            raise UserError(
+                f"{len(missing)} of {config.clients} clients have no node after {options.join:g} s (first missing: client "
+                f"{missing[0]}){said}. Start their SuperNodes (partition-id = client number) or lower clients"
+            )
+        time.sleep(options.poll)
+
+
+def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: float) -> Crowd:
+    """Ask nodes that are not known yet who they are. Those that refuse, or are nobody's, are asked once."""
+    online = set(grid.get_node_ids())
+    fresh = sorted(online - set(crowd.node.values()) - set(crowd.strangers))
+    if not fresh:
+        return crowd
+    told = {"config": config.model_copy(update={"data": None}).model_dump()}
+    node, examples, strangers = dict(crowd.node), dict(crowd.examples), dict(crowd.strangers)
+    for number, reply in _ask(grid, {n: ("query", told, {}) for n in fresh}, patience, poll):
+        if reply.has_error():  # may be a passing fault: ask again next time
+            _say(f"node {number}: error {reply.error.code}: {reply.error.reason}")
+            continue
+        try:
+            facts, _ = wire.read(reply, 0)
+        except ValueError as wrong:
+            facts = {"reason": str(wrong)}
+        client, count = facts.get("client"), facts.get("examples")
+        if facts.get("status") != "ok":
+            strangers[number] = str(facts.get("reason", "no reason given"))[:500]
+        elif not (isinstance(client, int) and 0 <= client < config.clients):
+            strangers[number] = f"says it is client {client!r}; they are 0 to {config.clients - 1}"
+        elif not (isinstance(count, int) and count >= 0):
+            strangers[number] = f"says it holds {count!r} examples"
+        elif client in node and node[client] in online:
+            strangers[number] = f"says it is client {client}, which is node {node[client]}"
+        elif examples.get(client, count) != count:
+            # The ledger's rates were worked out with the size told first.
+            strangers[number] = (
+                f"client {client} came back with {count} examples instead of {examples[client]}"
+            )
+        else:
+            node[client], examples[client] = number, count
+    for number in strangers.keys() - crowd.strangers.keys():
+        _say(f"node {number} does not take part: {strangers[number]}")
+    return Crowd(node, examples, strangers)
+
+
+def ready(
+    grid: Any, prepared: Prepared, crowd: Crowd, now: Round, clients: np.ndarray, options: Options
+) -> Crowd:
+    """Before anything is charged: wait until enough of the cohort's nodes are there, or stop with the reason.
+
+    Lost clients are looked for under new node ids (a node with a key keeps its id and needs no greeting).
+    """
+    least = min(least_of(prepared.task, now, clients, options), len(clients))
+    until = time.monotonic() + options.join
+    while True:
+        online = set(grid.get_node_ids())
+        if not online >= set(crowd.node.values()):
+            found = greet(grid, prepared.config, crowd, min(20.0, options.deadline / 4), options.poll)
+            silent = online - set(found.node.values()) - set(found.strangers)
+            crowd = replace(
+                found, strangers={**found.strangers, **dict.fromkeys(silent, "did not say who it is")}
+            )
+        there = sum(crowd.node[client] in online for client in clients.tolist())
+        if there >= least:
+            return crowd
+        if time.monotonic() > until:
+            raise UserError(
+                f"round {now.number}: only {there} of {len(clients)} nodes of the cohort are there after {options.join:g} s, "
+                f"at least {least} are needed. Nothing was charged for this round; run again to continue"
+            )
+        time.sleep(options.poll)
+
+
+def _ask(
+    grid: Any, wanted: Mapping[int, tuple[str, wire.Facts, wire.Arrays]], patience: float, poll: float
+) -> list[tuple[int, Any]]:
+    """Send one message per node id; (node id, reply) for each first reply in time. Replies are matched by the
+    id of the message they answer: an error for a dead node comes from the SuperLink, not from the node."""
+    out: list[tuple[int, Any]] = []
+    for key, reply, first in _replies(
+        grid, {n: (n, *rest) for n, rest in wanted.items()}, patience, poll, Counter()
+    ):
+        if first:
+            out.append((key, reply))
+    return out
+
+
+def _replies(
+    grid: Any,
+    wanted: Mapping[int, tuple[int, str, wire.Facts, wire.Arrays]],
+    patience: float,
+    poll: float,
+    tally: Counter[str],
+) -> Any:
+    """Yield (key, reply, is it the first) until all have answered or patience ends; counts strays."""
+    from flwr.app import Message
+
+    keys = list(wanted)
+    messages = []
+    for key in keys:
+        node, kind, facts, arrays = wanted[key]
+        messages.append(Message(wire.content(facts, arrays), node, kind, ttl=max(patience, 1.0) + 60.0))
+    sent = dict(zip(grid.push_messages(messages), keys, strict=False))
+    del messages
+    sent.pop(None, None)
+    open_ids = set(sent)
+    until = time.monotonic() + patience
+    while open_ids:
+        for reply in grid.pull_messages(list(open_ids)):
+            answered = reply.metadata.reply_to_message_id
+            if answered not in sent:
+                tally["stray"] += 1
+                continue
+            yield sent[answered], reply, answered in open_ids
+            open_ids.discard(answered)
+        if not open_ids or time.monotonic() >= until:
+            break
+        time.sleep(min(poll, max(0.0, until - time.monotonic())))
+
+
+# --- one round ---
+
+
+def exchange(
+    grid: Any,
+    prepared: Prepared,
+    state: State,
+    now: Round,
+    clients: np.ndarray,
+    crowd: Crowd,
+    ticket: int,
+    options: Options,
+) -> Outcome:
+    """Send the round to the cohort's nodes that are there and collect what is usable until the deadline."""
+    task = prepared.task
+    facts = {**_told(prepared), "round": state.round, "ticket": ticket}
+    shared = {"weights": state.weights}
+    shared |= {f"server.{k}": np.atleast_1d(v) for k, v in state.server.items() if k in BROADCAST}
+    online = set(grid.get_node_ids())
+    tally: Counter[str] = Counter()
+    wanted: dict[int, tuple[int, str, wire.Facts, wire.Arrays]] = {}
+    if options.shuffler:
+        facts = {**facts, "shuffler key": _public_key(options).hex(), "group": options.group}
+    for client in clients.tolist():
+        node = crowd.node[client]
+        if node not in online:
+            tally["offline"] += 1
+            continue
+        own = f"control/{client}"
+        arrays = shared | ({f"server.{own}": state.server[own]} if own in state.server else {})
+        told = facts | ({"sigma": task.own[client][1]} if client in task.own else {})
+        wanted[client] = (node, "train", told, arrays)
+    uploads: dict[int, Upload] = {}
+    reasons: list[str] = []
+    shuffled = size = answered = 0
+    for client, reply, first in _replies(grid, wanted, options.deadline, options.poll, tally):
+        if not first:
+            tally["duplicate"] += 1
+            continue
+        answered += 1
+        try:
+            upload, used = usable(reply, prepared, state, now, client, ticket)
+        except Unusable as why:
+            tally[why.kind] += 1
+            reasons.append(f"client {client}: {why}")
+            continue
+        size += used
+        if upload is None:
+            shuffled += 1
+        else:
+            uploads[client] = upload
+    tally["missing"] += len(wanted) - answered
+    return Outcome(uploads, shuffled, tally, tuple(reasons), size)
+
+
+class Unusable(Exception):
+    """A reply that is not merged; kind counts it: error, refused, failed, diverged or rejected."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def usable(
+    reply: Any, prepared: Prepared, state: State, now: Round, client: int, ticket: int
+) -> tuple[Upload | None, int]:
+    """The upload of a reply (None: it went to the shuffler) and its bytes, or `Unusable`.
+
+    Whatever is rejected was seen by the server anyway, so rejecting it tells nobody more.
+    """
+    task = prepared.task
+    size = task.layout.size
+    if reply.has_error():
+        raise Unusable("error", f"error {reply.error.code}: {reply.error.reason}")
+    try:
+        facts, arrays = wire.read(reply, 4 * size)
+    except ValueError as wrong:
+        raise Unusable("rejected", str(wrong)) from None
+    status = facts.get("status")
+    if status in ("refused", "failed"):
+        raise Unusable(status, str(facts.get("reason"))[:500])
+    if (facts.get("round"), facts.get("client"), facts.get("ticket")) != (
+        state.round,
+        client,
+        ticket,
+    ):
+        raise Unusable("rejected", "the reply belongs to another round or client")
+    if status == "diverged":
+        raise Unusable("diverged", "training met numbers that are not finite")
+    if status == "shuffled" and task.recipe.channel == "shuffle-parameters":
+        return None, 0
+    if status != "ok" or task.recipe.channel == "shuffle-parameters":
+        raise Unusable("rejected", f"status {status!r}")
+    if task.recipe.mechanism == "two-valued":
+        bits = _array(arrays, "bits", np.uint8, -(-size // 8))
+        return Upload(client, np.empty(0, np.float32), bits=bits), bits.nbytes
+    update = _array(arrays, "update", np.float32, size)
+    norm = float(np.linalg.norm(update.astype(np.float64)))
+    if not math.isfinite(norm):
+        raise Unusable("rejected", "not finite")
+    limit = largest_norm(task, now, _plan(prepared, now, client), state)
+    if norm > limit:
+        raise Unusable("rejected", f"norm {norm:.3g} is above what the recipe can produce ({limit:.3g})")
+    below = facts.get("below")
+    if task.recipe.clip.rule == "quantile":
+        if not isinstance(below, (int, float)) or not abs(below) <= 1e3:
+            raise Unusable("rejected", f"share of unclipped examples {below!r}")
+        return Upload(client, update, float(below)), update.nbytes
+    return Upload(client, update), update.nbytes
+
+
+def _array(arrays: Mapping[str, np.ndarray], name: str, kind: Any, size: int) -> np.ndarray:
+    if set(arrays) != {name}:
+        raise Unusable("rejected", f"arrays {sorted(arrays)[:4]} instead of '{name}'")
+    value = arrays[name]
+    if value.dtype != kind or value.shape != (size,):
+        raise Unusable("rejected", f"'{name}' is {value.dtype} {value.shape}, not {np.dtype(kind)} ({size},)")
+    return value
+
+
+def _plan(prepared: Prepared, now: Round, client: int) -> LocalPlan:
+    return loop.plan_of(prepared.task, now, client, prepared.partition.size(client))
+
+
+def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float:
+    """Above this an honest node's update practically never is (chance far below 1e-9 a round).
+
+    Exact where updates are clipped before the server's noise; with noise in it: bound plus noise, with slack.
+    Without a clip nothing is bounded, so only absurd sizes are turned away.
+    """
+    recipe, root = task.recipe, math.sqrt(task.layout.size)
+    absurd = 1e3 * (root + float(np.linalg.norm(state.weights.astype(np.float64))))
+    bound = joint_bound(recipe, now.bounds[0], task.layout.layers)
+    if recipe.target == "update" and recipe.clip.kind != "none":
+        noise = now.sigmas[0] * now.bounds[0] * (root + 10) * 1.1 if recipe.where == "client" else 0.0
+        start = (
+            float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of == "weights" else 0.0
+        )
+        return (bound + start) * (1 + 1e-4) + noise
+    if recipe.where != "step" or recipe.clip.rule in ("median", "adaclip") or plan.proximal or plan.penalty:
+        return absurd
+    if recipe.aggregate == "scaffold":
+        return absurd
+    scale = max(plan.multipliers) * max(plan.bounds) * {"sum": 1.0, "mean": plan.expected_batch,
+                                                        "example": 4 * math.sqrt(plan.expected_batch)}[plan.noise_on]  # fmt: skip
+    heavy = 1.0 if plan.noise == "gaussian" else 4.0 * (root if plan.noise == "joint-staircase" else 1.0)
+    step = bound * (4 + 10 / plan.expected_batch) + scale * heavy * (root + 10) / plan.expected_batch
+    return 2 * plan.steps * plan.learning_rate / (1 - plan.momentum) * step
+
+
+def _merged(
+    prepared: Prepared,
+    state: State,
+    now: Round,
+    clients: np.ndarray,
+    found: Outcome,
+    options: Options,
+    ticket: int,
+) -> tuple[State, dict[str, Any]]:
+    task = prepared.task
+    if task.recipe.channel == "shuffle-parameters":
+        return merge_tally(task, state, now, _from_shuffler(task, options, ticket))
+    order = [c for members in loop.stacks_of(prepared, now, clients).values() for c in members]
+    return merge(task, state, now, [found.uploads[c] for c in order if c in found.uploads])
+
+
+# --- the shuffler beside Flower ---
+
+
+def _public_key(options: Options) -> bytes:
+    from fedveil.flower.shuffler import public_key, read_key
+
+    return public_key(read_key(options.shuffler_key))
+
+
+def _crowd_minimum(options: Options) -> int:
+    """The shuffler never hands over fewer senders than this: what the ledger may count on."""
+    import asyncio
+
+    from fedveil.flower.shuffler import facts_of
+
+    return int(asyncio.run(facts_of(options.shuffler))["minimum"])
+
+
+def _from_shuffler(task: Task, options: Options, ticket: int) -> Any:
+    """Fetch the closed round; wait for it as long as for replies."""
+    import asyncio
+
+    from fedveil.flower.shuffler import open_reports, read_key, take_round
+
+    private = read_key(options.shuffler_key)
+    until = time.monotonic() + options.deadline
+    while True:
+        try:
+            frames, facts = asyncio.run(take_round(options.shuffler, ticket, private))
+            return open_reports(private, frames, task.layout.size, ticket, facts["senders"], options.group)
+        except ConnectionError as wrong:
+            if "not closed" not in str(wrong) or time.monotonic() > until:
+                raise UserError(f"shuffler {options.shuffler}: {wrong}") from None
+            time.sleep(options.poll)

@@ -1,0 +1,328 @@
+"""What a ledger is told and what it says, as frozen values, and how they look as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from fedveil.errors import UserError, did_you_mean
+from fedveil.privacy.accountants import Answer
+from fedveil.privacy.events import (
+    OBSERVERS,
+    UNITS,
+    Claim,
+    Event,
+    Noise,
+    Observer,
+    Release,
+    Sampling,
+    Unit,
+    Verdict,
+)
+from fedveil.privacy.ledger.balance import GROUP
+
+SECRET = "holds when deployed with secret noise"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most `epsilon` for an observer and unit, for every client or (with `client`) for one.
+
+    verdict "nominal" limits the nominal row instead, to stop where a paper would stop; it protects nobody.
+    delta None: the ledger's.
+    """
+
+    epsilon: float
+    observer: Observer = "server"
+    unit: Unit = "example"
+    client: int | None = None
+    delta: float | None = None
+    accountant: str = "pld"
+    verdict: Literal["sound", "nominal"] = "sound"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is fixed before the first release.
+
+    clients: how many there are, numbered from 0; sizes: their public numbers of examples N_i.
+    copies: the largest number of clients that hold one example; holders: the distinct sets of clients that
+    hold a common example, if known (exact sums instead of the sum of the `copies` largest).
+    stopping "data": the run may stop early because of what it saw (a target accuracy). Then the sound rows
+    are those of `committed`, one release that sums the whole run up to `planned_rounds` (see `commit`).
+    simulated: the noise is seeded, so whoever knows the seed can subtract it.
+    """
+
+    delta: float
+    clients: int
+    sizes: tuple[int, ...] = ()
+    copies: int = 1
+    holders: tuple[tuple[int, ...], ...] = ()
+    budgets: tuple[Budget, ...] = ()
+    simulated: bool = True
+    planned_rounds: int | None = None
+    stopping: Literal["fixed", "data"] = "fixed"
+    committed: Release | None = None
+    config: str = ""
+    allow_large_delta: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `observer` can learn about one `unit`. epsilon None: there is no finite promise."""
+
+    observer: str
+    unit: str
+    epsilon: float | None
+    delta: float
+    accountant: str
+    verdict: Verdict
+    reason: str
+    relation: str
+    simulated: bool
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The release is on disk and may be handed on. charged False: a replay of an earlier release."""
+
+    number: int
+    hash: str
+    charged: bool
+
+
+@dataclass(frozen=True)
+class Exceeded:
+    """A budget that a release would exceed. epsilon None: the release has no finite promise there, or
+    (`spent`) the budget was exhausted before."""
+
+    budget: Budget
+    epsilon: float | None
+    spent: bool = False
+
+    def __str__(self) -> str:
+        if self.spent:
+            row = f"{self.budget.observer}/{self.budget.unit}"
+            return f"the budget of {self.budget.epsilon:.6g} for {row} is spent"
+        whom = "" if self.budget.client is None else f" of client {self.budget.client}"
+        reached = "without a finite promise" if self.epsilon is None else f"{self.epsilon:.6g}"
+        limit = f"the budget is {self.budget.epsilon:.6g}"
+        return f"epsilon{whom} for {self.budget.observer}/{self.budget.unit} would be {reached}, {limit}"
+
+
+class BudgetExceeded(Exception):
+    """The release was not made and not charged; `exceeded` says which budgets stand in its way."""
+
+    def __init__(self, exceeded: Sequence[Exceeded]) -> None:
+        super().__init__("; ".join(map(str, exceeded)) + ".")
+        self.exceeded = tuple(exceeded)
+
+
+Promise = TypeVar("Promise", Row, Answer)
+
+
+def group(promise: Promise, k: int) -> Promise:
+    """The promise (a `Row`, or an accountant's `Answer`) about `k` units together.
+
+    Formal guarantee: if it is (epsilon, delta)-DP for one unit, then for neighbours that differ in k units
+    it is (k epsilon, k e^((k-1) epsilon) delta)-DP. With a delta of 1 or more nothing is promised.
+    """
+    if k < 1:
+        raise UserError(f"group size {k}: must be at least 1.")
+    if promise.epsilon is None or k == 1:
+        return promise
+    paid = math.log(promise.delta) if promise.delta > 0 else -math.inf
+    paid += math.log(k) + (k - 1) * promise.epsilon
+    why = f"group privacy over {k}"
+    if paid >= 0:
+        return replace(promise, epsilon=None, verdict="none", reason=f"{why} gives a delta of 1 or more")
+    why += f"; {promise.reason}" if promise.reason else ""
+    return replace(promise, epsilon=k * promise.epsilon, delta=math.exp(paid), reason=why)
+
+
+def commit(releases: Iterable[Release], rounds: int) -> Release:
+    """The whole plan as one release, for `Header.committed`: what each client meets in all `rounds`.
+
+    Give the releases of every planned round with the cohorts that are drawn, or with all clients where the
+    cohorts are not known in advance.
+    """
+    totals: dict[int, dict[Claim, int]] = {}
+    everyone: dict[Claim, int] = {}
+    for release in releases:
+        shared: set[Claim] = set()
+        for clients, claims in release.groups:
+            for claim in claims:
+                one = claim if claim.event is None else replace(claim, event=replace(claim.event, steps=1))
+                steps = 1 if claim.event is None else claim.event.steps
+                if claim.scope == "everyone":
+                    if claim not in shared:
+                        everyone[one] = everyone.get(one, 0) + steps
+                    shared.add(claim)
+                    continue
+                for client in clients:
+                    mine = totals.setdefault(client, {})
+                    mine[one] = mine.get(one, 0) + steps
+    alike: dict[tuple[Claim, ...], list[int]] = {}
+    for client in sorted(totals):
+        alike.setdefault(_total(totals[client]), []).append(client)
+    groups = [(tuple(clients), claims) for claims, clients in alike.items()]
+    if everyone:
+        groups.append(((), _total(everyone)))
+    return Release(rounds, tuple(groups), "committed in advance")
+
+
+def _total(counts: dict[Claim, int]) -> tuple[Claim, ...]:
+    def times(claim: Claim, steps: int) -> Claim:
+        return claim if claim.event is None else replace(claim, event=replace(claim.event, steps=steps))
+
+    return tuple(sorted((times(claim, steps) for claim, steps in counts.items()), key=repr))
+
+
+def check_header(header: Header) -> None:
+    """Raise `UserError` for anything a ledger cannot promise with."""
+
+    def need(good: bool, what: str) -> None:
+        if not good:
+            raise UserError(f"ledger header: {what}")
+
+    need(header.clients >= 1, f"clients is {header.clients}, must be at least 1.")
+    need(0 <= header.delta < 1, f"delta is {header.delta}, must be at least 0 and below 1.")
+    need(len(header.sizes) in (0, header.clients), f"{len(header.sizes)} sizes for {header.clients} clients.")
+    need(all(size >= 0 for size in header.sizes), "sizes must not be negative.")
+    need(1 <= header.copies <= header.clients, f"copies is {header.copies}, must be 1 to {header.clients}.")
+    need(header.planned_rounds is None or header.planned_rounds >= 0, "planned_rounds must not be negative.")
+    for holders in header.holders:
+        need(
+            len(set(holders)) == len(holders) and all(0 <= client < header.clients for client in holders),
+            f"holder set {holders} must name distinct clients 0 to {header.clients - 1}.",
+        )
+    largest = max(map(len, header.holders), default=0)
+    need(largest <= header.copies, f"a holder set has {largest} clients, but copies is {header.copies}.")
+    for budget in header.budgets:
+        need(budget.epsilon >= 0, f"budget epsilon is {budget.epsilon}, must be 0 or more.")
+        need(
+            budget.delta is None or 0 <= budget.delta < 1,
+            f"budget delta is {budget.delta}, must be in [0, 1).",
+        )
+        need(budget.client is None or 0 <= budget.client < header.clients,
+             f"budget for client {budget.client}: clients are 0 to {header.clients - 1}.")  # fmt: skip
+        check_name("budget observer", budget.observer, OBSERVERS)
+        check_name("budget unit", budget.unit, UNITS)
+    if header.committed is not None:
+        check_release(header.committed, header.clients)
+    examples = -(-sum(header.sizes) // header.copies)
+    for units, name in ((examples, "examples"), (header.clients, "clients")):
+        if units > 1 and header.delta * units >= 1 and not header.allow_large_delta:
+            raise UserError(
+                f"delta {header.delta:g} is not below 1/{units} (the number of {name}): a mechanism that "
+                "publishes one of them outright would pass. Choose a smaller delta, or allow a large "
+                "one explicitly (--allow-large-delta)."
+            )
+
+
+def check_release(release: Release, clients: int) -> None:
+    """Raise `UserError` for clients that do not exist or stand in two groups, and for half-made claims."""
+    seen: set[int] = set()
+    for members, claims in release.groups:
+        wrong = [client for client in members if not 0 <= client < clients]
+        if wrong:
+            raise UserError(
+                f"release of round {release.round}: no client {wrong[0]}; they are 0 to {clients - 1}."
+            )
+        before = len(seen)
+        seen.update(members)
+        if len(seen) != before + len(members):
+            raise UserError(f"release of round {release.round}: a client stands in two groups.")
+        for claim in claims:
+            check_name("claim observer", claim.observer, OBSERVERS)
+            check_name("claim unit", claim.unit, UNITS)
+            if claim.event is None and claim.verdict != "none" and claim.accountant != GROUP:
+                raise UserError(
+                    f"claim {claim.observer}/{claim.unit}: verdict '{claim.verdict}' needs an event."
+                )
+            if claim.event is not None and not (
+                claim.event.steps >= 0 and 0 < claim.event.noise.multiplier < math.inf
+            ):
+                raise UserError(
+                    f"claim {claim.observer}/{claim.unit}: steps must not be negative and the noise "
+                    "multiplier must be positive and finite."
+                )
+
+
+def check_name(what: str, name: str, known: Sequence[str]) -> None:
+    """Raise `UserError` with the nearest known name."""
+    if name not in known:
+        raise UserError(
+            f"{what} '{name}' is not known; use one of {', '.join(known)}.{did_you_mean(name, known)}"
+        )
+
+
+def pack_clients(clients: Sequence[int]) -> str:
+    """Client numbers as text, runs joined: (0, 1, 2, 7) -> "0-2,7". The order is kept."""
+    runs: list[list[int]] = []
+    for client in map(int, clients):
+        if runs and client == runs[-1][1] + 1:
+            runs[-1][1] = client
+        else:
+            runs.append([client, client])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def unpack_clients(text: str) -> tuple[int, ...]:
+    """The inverse of `pack_clients`."""
+    clients: list[int] = []
+    for run in text.split(",") if text else ():
+        first, _, last = run.partition("-")
+        clients.extend(range(int(first), int(last or first) + 1))
+    return tuple(clients)
+
+
+def lean(value: Any) -> Any:
+    """A dataclass as a dictionary without the fields that have their default."""
+    if not is_dataclass(value):
+        return value.item() if hasattr(value, "item") else value  # NumPy numbers
+    items = ((f, getattr(value, f.name)) for f in fields(value))
+    return {f.name: lean(item) for f, item in items if item != f.default}
+
+
+def claim_from_lean(data: dict[str, Any]) -> Claim:
+    """The inverse of `lean` for claims."""
+    event = data.get("event")
+    if event is not None:
+        noise, sampling = Noise(**event["noise"]), Sampling(**event.get("sampling", {}))
+        event = Event(**{**event, "noise": noise, "sampling": sampling})
+    return Claim(**{**data, "event": event})
+
+
+def header_to_json(header: Header) -> dict[str, Any]:
+    """Plain dictionary; `header_from_json` is the inverse."""
+    data = asdict(replace(header, committed=None, holders=()))
+    data["sizes"] = [int(size) for size in header.sizes]
+    data["holders"] = [pack_clients(group) for group in header.holders]
+    if header.committed is not None:
+        data["committed"] = [
+            [pack_clients(clients), [lean(claim) for claim in claims]]
+            for clients, claims in header.committed.groups
+        ]
+    return data
+
+
+def header_from_json(data: dict[str, Any]) -> Header:
+    """The inverse of `header_to_json`."""
+    committed = data["committed"]
+    if committed is not None:
+        groups = tuple(
+            (unpack_clients(c), tuple(claim_from_lean(x) for x in claims)) for c, claims in committed
+        )
+        committed = Release(data["planned_rounds"] or 0, groups, "committed in advance")
+    return Header(
+        **{
+            **data,
+            "sizes": tuple(data["sizes"]),
+            "holders": tuple(unpack_clients(text) for text in data["holders"]),
+            "budgets": tuple(Budget(**budget) for budget in data["budgets"]),
+            "committed": committed,
+        }
+    )

@@ -1,0 +1,84 @@
+"""The catalogue as plain rows: what each recipe does and what it promises to whom."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fedveil.federation.round import values_of
+from fedveil.privacy.events import OBSERVERS
+from fedveil.privacy.schedules import Schedule
+from fedveil.protect.promise import Round, Setting, claims
+from fedveil.protect.recipe import Recipe, catalogue
+
+# A typical setting, only to ask a recipe which kinds of claims it makes.
+TYPICAL = Setting(
+    clients=100, cohort=10, rounds=10, steps=5, batch=5, examples=50_000, layers=3, dimension=1000
+)
+
+
+def text_of(schedule: Schedule) -> str:
+    """Short text: 6, or linear 15→4.85."""
+    if schedule.kind == "constant":
+        return f"{schedule.first:g}"
+    end = "" if schedule.last is None else f"→{schedule.last:g}"
+    return f"{schedule.kind} {schedule.first:g}{end}"
+
+
+def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, str]]:
+    """observer -> {"verdict", "unit", "reason"}: the best promise a recipe makes to it for any unit."""
+    steps = 1 if recipe.where == "sum" else setting.steps
+    setting = Setting(**{**asdict(setting), "steps": steps})
+    now = Round(
+        1,
+        values_of(recipe.clip.bound, 0, 10, steps),
+        values_of(recipe.sigma, 0, 10, steps),
+        recipe.epsilon,
+        10,
+    )
+    order = {"sound": 0, "nominal": 1, "none": 2}
+    out: dict[str, dict[str, str]] = {}
+    for observer in OBSERVERS:
+        own = sorted(
+            (c for c in claims(recipe, setting, now, 500) if c.observer == observer),
+            key=lambda c: order[c.verdict],
+        )
+        best = own[0]
+        out[observer] = {"verdict": best.verdict, "unit": best.unit, "reason": best.reason}
+    return out
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """One recipe as a plain row."""
+    clip = recipe.clip
+    shown = "none" if clip.kind == "none" else f"{clip.kind} {text_of(clip.bound)}"
+    if clip.rule != "given":
+        shown += f" ({clip.rule})"
+    if clip.norm == "l1":
+        shown += " L1"
+    found = verdicts(recipe)
+    return {
+        "name": recipe.name,
+        "summary": recipe.summary,
+        "paper": recipe.paper,
+        "family": recipe.family,
+        "target": recipe.target,
+        "clip": shown,
+        "sensitivity": recipe.sensitivity if recipe.private else "-",
+        "sigma": text_of(recipe.sigma) if recipe.private and recipe.mechanism != "two-valued" else "-",
+        "mechanism": recipe.mechanism,
+        "where": recipe.where,
+        "noise_on": recipe.noise_on,
+        "sampling": recipe.sampling,
+        "channel": recipe.channel,
+        "aggregate": recipe.aggregate,
+        "epsilon": recipe.epsilon,
+        "verdicts": {o: v["verdict"] for o, v in found.items()},
+        "units": {o: v["unit"] for o, v in found.items()},
+        "reasons": {o: v["reason"] for o, v in found.items()},
+    }
+
+
+def describe_all() -> list[dict[str, Any]]:
+    """Every recipe of the catalogue."""
+    return [describe(recipe) for recipe in catalogue().values()]

@@ -1,0 +1,421 @@
+"""Noise that protects data: counter-mode AES streams, the same bits in every engine.
+
+A stream is named by (key, step, example, purpose). Its words are AES-128 encryptions of the counter blocks
+(block, example | attempt << 16, step, purpose): four little-endian 32-bit words, block = 0, 1, 2, …; the
+ciphertext is read as four little-endian words. The key of a client and round is 16 bytes, so noise does not
+depend on threads, chunks, order or resume. Simulations derive keys from the seed (reproducible, and whoever
+knows the seed can subtract the noise); deployments take them from the operating system.
+
+Words to values (everything in float32, with +, -, *, sqrt and integer operations in a fixed order, no fused
+multiply-add: NumPy here and C++ in src/native give identical bits on every machine):
+
+    uniform      h = word >> 1 (31 bits); u = (h + 1/2) / 2**31: never 0, never 1, and 1 - u is exact near 1
+    exponential  -ln u by a polynomial; between 2**-32 and 22.19
+    normals      purpose 1; 32 values from 8 blocks: words 0..15 give radii sqrt(-2 ln u), words 16..31 give
+                 angles (2 top bits: quadrant, 30 bits: angle within it); values 0..15 are radius * cosine,
+                 16..31 radius * sine
+    laplaces     purpose 2; one word each: exponential, sign = lowest bit
+    staircases   purpose 3; 16 values from 8 blocks: words 0..15 give sign and period floor(exponential /
+                 lambda), words 16..31 the place within the period by inversion
+    joint        purpose 4; i.i.d. Laplace vector, accepted by its l1 norm (see `joint_staircase`)
+    discrete     purpose 5; integers, see `discrete_normals`
+
+Noise of a plan (`step_noise`): step l of a client is the stream (noise_key, l), in flat parameter order.
+The noise on the batch *sum* is S times the returned vector, S being the plan's sensitivity:
+    gaussian         multiplier * normals
+    laplace          multiplier * laplaces (scale b = multiplier * S)
+    staircase        staircases with lambda = 1 / multiplier (Delta = S), nu default 1 / (1 + e^(lambda/2))
+    joint-staircase  joint_staircase with lambda = 1 / multiplier (Delta = S in l1)
+noise_on "mean" multiplies by expected_batch. noise_on "example": Gaussian is drawn once (example = 0) and
+multiplied by sqrt(batch size); the others are the sum of one independent draw per example, example = position
+in the batch. An empty batch then gets zeros.
+
+Formal guarantee, and where it ends. The accountants assume real-valued noise. These are float32 values: a
+normal has at most 2**63 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11 per coordinate), |laplace|
+<= 22.19 (mass 2.3e-10), and the low bits of a float sum can carry information about the addends. The
+radius is never 0 (at least 2.1e-5); cosine and sine are right to 1e-7. The `grid` option closes that gap:
+the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`snapped_sum`, counted by
+`snapped_multiplier`); then every output is possible for every neighbour and the law holds up to a total
+variation of some 1e-17 per coordinate.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from fedveil.errors import UserError
+from fedveil.training.contract import ClientWork, LocalPlan
+
+INTERFACE = 2  # of the compiled module; one of another version is not used
+
+try:
+    from fedveil import _native
+
+    if getattr(_native, "VERSION", None) != INTERFACE:
+        _native = None
+except ImportError:  # pure Python installation: same bits, slower
+    _native = None
+
+NORMAL, LAPLACE, STAIRCASE, JOINT, DISCRETE = 1, 2, 3, 4, 5
+LARGEST_NORMAL = 6.67
+LARGEST_EXPONENTIAL = 22.19
+_CHUNK = 1 << 13  # tiles per pass: temporaries stay in cache
+
+_F = np.float32
+_LN2 = _F(0.69314718)
+# ln(1 + f) = f - f^2/2 + f^3 P(f) on [sqrt(1/2) - 1, sqrt(2) - 1]; relative error 3.2e-8
+_LOG = tuple(map(_F, (0.3333391, -0.25001338, 0.19963063, -0.16577585, 0.14914769, -0.14267486, 0.08700435)))
+_SIN = tuple(map(_F, (-0.00019517299, 0.008332178, -0.16666655)))  # sin x = x + x^3 P(x^2), |x| <= pi/4
+_COS = tuple(map(_F, (2.4438452e-05, -0.0013887368, 0.041666646)))  # cos x = 1 - x^2/2 + x^4 P(x^2)
+_ANGLE = _F(math.pi / 2**33)  # radians per unit: a signed 32-bit word covers a quadrant
+_NEAR_ONE = np.int32(1518500250)  # h from which u >= sqrt(1/2) and 1 - u is used instead
+_ROOT_HALF = np.int32(0x3F3504F3)  # bits of float32 sqrt(1/2)
+
+
+def words(key: bytes, step: int, purpose: int, blocks: np.ndarray, example: int = 0) -> np.ndarray:
+    """The cipher's words [len(blocks), 4] (uint32) at the given block numbers of one stream."""
+    if len(key) != 16:
+        raise ValueError(f"a noise key has 16 bytes, not {len(key)}")
+    counter = np.empty((len(blocks), 4), "<u4")
+    counter[:, 0] = blocks
+    counter[:, 1] = example
+    counter[:, 2] = step
+    counter[:, 3] = purpose
+    cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    return np.frombuffer(cipher.update(counter.tobytes()), "<u4").reshape(-1, 4)
+
+
+def exponential_of_word(word: np.ndarray) -> np.ndarray:
+    """-ln u for u = ((word >> 1) + 1/2) / 2**31, with full relative precision at both ends."""
+    h = (word >> np.uint32(1)).view(np.int32)
+    near_one = h >= _NEAR_ONE
+    t = h.astype(_F) + _F(0.5)
+    bits = t.view(np.int32)
+    exponent = (bits - _ROOT_HALF) >> np.int32(23)
+    f_low = (bits - (exponent << np.int32(23))).view(_F) - _F(1)
+    f_high = ((np.int32(2**31 - 1) - h).astype(_F) + _F(0.5)) * _F(-(2.0**-31))
+    f = np.where(near_one, f_high, f_low)
+    k = np.where(near_one, _F(0), (np.int32(31) - exponent).astype(_F))
+    z = f * f
+    low, middle = _LOG[0] + _LOG[1] * f, _LOG[2] + _LOG[3] * f
+    high = (_LOG[4] + _LOG[5] * f) + _LOG[6] * z
+    p = low + z * (middle + z * high)
+    return k * _LN2 - (f + ((p * f) * z - _F(0.5) * z))
+
+
+def _direction_of_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sqrt(2) times cosine and sine of an angle: pi/4 + x in a quadrant that the two top bits choose."""
+    x = (word << np.uint32(2) | np.uint32(2)).view(np.int32).astype(_F) * _ANGLE
+    z = x * x
+    s = x + (((_SIN[0] * z + _SIN[1]) * z + _SIN[2]) * z) * x
+    c = _F(1) + ((_COS[0] * z + _COS[1]) * z + _COS[2]) * (z * z) - _F(0.5) * z
+    return _negate(c - s, word >> np.uint32(31)), _negate(c + s, word >> np.uint32(30))
+
+
+def _negate(values: np.ndarray, bit: np.ndarray) -> np.ndarray:
+    return np.where((bit & np.uint32(1)).astype(bool), -values, values)
+
+
+def _tiles(values_per_tile: int, blocks_per_tile: int, key, step, purpose, count, first, example, make):
+    """Run `make(words of n tiles) -> [n, values_per_tile]` over the tiles covering the values."""
+    if count < 0 or first < 0 or (first + count) // values_per_tile >= 2**32 // blocks_per_tile:
+        raise ValueError(f"a noise stream has no values {first} … {first + count}")
+    out = np.empty(count, _F)
+    tile, end = first // values_per_tile, -(-(first + count) // values_per_tile)
+    while tile < end:
+        n = min(_CHUNK, end - tile)
+        blocks = np.arange(tile * blocks_per_tile, (tile + n) * blocks_per_tile, dtype=np.uint32)
+        values = make(words(key, step, purpose, blocks, example).reshape(n, -1)).reshape(-1)
+        at = tile * values_per_tile - first
+        low, high = max(at, 0), min(at + values.size, count)
+        out[low:high] = values[low - at : high - at]
+        tile += n
+    return out
+
+
+def numpy_normals(key: bytes, step: int, count: int, first: int = 0, example: int = 0) -> np.ndarray:
+    """`normals` without the compiled module: the definition."""
+
+    def make(w: np.ndarray) -> np.ndarray:
+        radius = np.sqrt(exponential_of_word(w[:, :16]))  # the missing sqrt(2) is in the direction
+        cosine, sine = _direction_of_word(w[:, 16:])
+        return np.concatenate([cosine * radius, sine * radius], axis=1)
+
+    return _tiles(32, 8, key, step, NORMAL, count, first, example, make)
+
+
+def numpy_laplaces(
+    key: bytes, step: int, count: int, first: int = 0, example: int = 0, purpose: int = LAPLACE
+) -> np.ndarray:
+    """`laplaces` without the compiled module: the definition."""
+
+    def make(w: np.ndarray) -> np.ndarray:
+        return _negate(exponential_of_word(w), w)
+
+    return _tiles(32, 8, key, step, purpose, count, first, example, make)
+
+
+def _staircase_constants(lam: float, nu: float) -> tuple[np.float32, np.uint32, np.float32, np.float32]:
+    """1/lambda, 2**32 * P(inner part), the two slopes of the inverse distribution within a period."""
+    if not (lam > 0 and math.isfinite(lam) and 0 < nu < 1):
+        raise UserError(f"staircase noise needs lambda > 0 and 0 < nu < 1, not lambda={lam}, nu={nu}")
+    inner = nu / (nu + (1 - nu) * math.exp(-lam))
+    threshold = min(max(round(inner * 2**32), 1), 2**32 - 1)
+    p = threshold / 2**32  # the inversion uses the rounded probability, so it is continuous
+    return _F(1 / lam), np.uint32(threshold), _F(nu / p), _F((1 - nu) / (1 - p))
+
+
+def numpy_staircases(
+    key: bytes, step: int, count: int, lam: float, nu: float, first: int = 0, example: int = 0
+) -> np.ndarray:
+    """`staircases` without the compiled module: the definition."""
+    per_lam, threshold, slope_in, slope_out = _staircase_constants(lam, nu)
+
+    def make(w: np.ndarray) -> np.ndarray:
+        radial, place = w[:, :16], w[:, 16:]
+        period = np.floor(exponential_of_word(radial) * per_lam)
+        h = place >> np.uint32(1)
+        below = (h.view(np.int32).astype(_F) + _F(0.5)) * _F(2.0**-31)
+        above = ((np.uint32(2**31 - 1) - h).view(np.int32).astype(_F) + _F(0.5)) * _F(2.0**-31)
+        inside = np.where(place < threshold, below * slope_in, _F(1) - above * slope_out)
+        return _negate(period + inside, radial)
+
+    return _tiles(16, 8, key, step, STAIRCASE, count, first, example, make)
+
+
+def normals(key: bytes, step: int, count: int, first: int = 0, example: int = 0) -> np.ndarray:
+    """Values first … first + count of the standard normal stream (key, step), float32."""
+    if _native is not None:
+        return _native.normals(key, step, count, first, example)
+    return numpy_normals(key, step, count, first, example)
+
+
+def laplaces(key: bytes, step: int, count: int, first: int = 0, example: int = 0) -> np.ndarray:
+    """Values of the Laplace stream with scale b = 1 (variance 2), float32."""
+    if _native is not None:
+        return _native.laplaces(key, step, count, first, example, LAPLACE)
+    return numpy_laplaces(key, step, count, first, example)
+
+
+def staircases(
+    key: bytes, step: int, count: int, lam: float, nu: float | None = None, first: int = 0, example: int = 0
+) -> np.ndarray:
+    """Values of the Staircase stream with Delta = 1, float32.
+
+    Density a * e^(-k lam) on [k, k + nu) and a * e^(-(k+1) lam) on [k + nu, k + 1), symmetric, with
+    a = (1 - e^-lam) / (2 (nu + e^-lam (1 - nu))). The period k is geometric from 0.
+
+    Formal guarantee: one scalar that moves by at most 1 is lam-DP. It says nothing of the kind for
+    vectors under an l1 bound (use `joint_staircase`); for an l2 bound see the accountant.
+    """
+    nu = default_nu(lam) if nu is None else nu
+    if _native is not None:
+        constants = _staircase_constants(lam, nu)
+        return _native.staircases(key, step, count, first, example, *(c.item() for c in constants))
+    return numpy_staircases(key, step, count, lam, nu, first, example)
+
+
+def staircase_shape(multiplier: float, nu: float | None) -> tuple[float, float, float, int, float, float]:
+    """lambda, nu and the constants of the sampler for a plan's multiplier (0: no noise, any shape)."""
+    lam = 1 / multiplier if multiplier else 1.0
+    nu = default_nu(lam) if nu is None else nu
+    per_lam, threshold, slope_in, slope_out = _staircase_constants(lam, nu)
+    return lam, nu, float(per_lam), int(threshold), float(slope_in), float(slope_out)
+
+
+def default_nu(lam: float) -> float:
+    """The variance-minimising shape 1 / (1 + e^(lam/2))."""
+    return 1 / (1 + math.exp(min(lam / 2, 700.0)))
+
+
+def joint_staircase(
+    key: bytes, step: int, count: int, lam: float, nu: float | None = None, example: int = 0
+) -> np.ndarray:
+    """One draw of the l1-norm Staircase law in `count` dimensions with Delta = 1 (Geng et al.), float32.
+
+    Density at x is proportional to e^(-lam K(r)), r = the l1 norm, K(r) = floor(r) + [r - floor(r) >= nu].
+    Drawn exactly by rejection: X = Laplace vector / lam has density e^(-lam r); it is accepted with
+    probability e^(-lam (K(r) - r + nu)), i.e. when an exponential variable is at least that exponent. The
+    norm is summed in integers of 2**-24, so that every engine accepts the same attempt.
+
+    Formal guarantee: lam-DP for a vector whose l1 norm moves by at most 1.
+    """
+    nu = default_nu(lam) if nu is None else nu
+    _staircase_constants(lam, nu)
+    for attempt in range(1 << 15):
+        stream = example | attempt << 16
+        if _native is not None:
+            x = _native.laplaces(key, step, count + 1, 0, stream, JOINT)
+        else:
+            x = numpy_laplaces(key, step, count + 1, 0, stream, JOINT)
+        norm = int(np.rint(np.abs(x[:count]).astype(np.float64) * 2.0**24).astype(np.int64).sum())
+        r = norm * 2.0**-24 / lam
+        period = math.floor(r)
+        exponent = lam * (period + (1.0 if r - period >= nu else 0.0) - r + nu)
+        if float(abs(x[count])) >= exponent:
+            return x[:count] * _F(1 / lam)
+    raise RuntimeError("joint staircase noise: no attempt accepted; lambda is too large for rejection")
+
+
+# e^-x in float64 from +, -, * and powers of two alone: a library's exp may differ in its last bit.
+_PER_LN2 = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10  # n * _LN2_HIGH is exact: it has 32 bits
+_TAYLOR = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
+WIDEST_DISCRETE = 2.0**46
+
+
+def exp_minus(x: np.ndarray) -> np.ndarray:
+    """e^-x for x >= 0 (above 700 as for 700), to a relative 2**-50; the same bits in C++."""
+    x = np.minimum(x, 700.0)
+    n = np.rint(x * _PER_LN2)
+    r = n * _LN2_LOW - (x - n * _LN2_HIGH)
+    p = np.full_like(r, _TAYLOR[0])
+    for coefficient in _TAYLOR[1:]:
+        p = p * r + coefficient
+    return np.ldexp(p, -n.astype(np.int32))
+
+
+def numpy_discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
+    """`discrete_normals` without the compiled module: the definition."""
+    t = _power_above(sigma)
+    thresholds = (exp_minus(np.arange(1.0, 45.0)) * 2.0**64)[::-1]
+    centre, twice = sigma * sigma / t, 2.0 * sigma * sigma
+    out = np.zeros(count, np.int64)
+    pending = np.arange(count)
+    attempt = 0
+    while pending.size:
+        blocks = (np.repeat(pending.astype(np.uint32), 2) * np.uint32(2)).reshape(-1, 2)
+        blocks[:, 1] += np.uint32(1)
+        w = words(key, step, DISCRETE, blocks.reshape(-1), example | attempt << 16)
+        w = w.reshape(-1, 8).astype(np.uint64)
+        negative = (w[:, 0] & np.uint64(1)).astype(bool)
+        u = ((w[:, 6] << np.uint64(32) | w[:, 1]) & np.uint64(t - 1)).astype(np.int64)
+        coin = (w[:, 2] << np.uint64(32) | w[:, 3]).astype(np.float64)
+        v = len(thresholds) - np.searchsorted(thresholds, coin, "right")
+        y = u + t * v
+        gap = y - centre
+        exponent = u / t + gap * gap / twice
+        accept = (w[:, 4] << np.uint64(32) | w[:, 5]).astype(np.float64) < exp_minus(exponent) * 2.0**64
+        accept &= ~(negative & (y == 0))
+        out[pending[accept]] = np.where(negative, -y, y)[accept]
+        pending = pending[~accept]
+        attempt += 1
+    return out
+
+
+def _power_above(sigma: float) -> int:
+    """The smallest power of two that is at least sigma and at least 1."""
+    if not 0 < sigma <= WIDEST_DISCRETE:
+        raise UserError(
+            f"discrete Gaussian: sigma / grid must be in (0, 2**46], not {sigma}; change the grid"
+        )
+    return 1 << (math.ceil(sigma) - 1).bit_length()
+
+
+def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
+    """Integers (int64) of the discrete Gaussian law P(y) proportional to e^(-y^2 / (2 sigma^2)).
+
+    Rejection from a discrete Laplace of scale t = a power of two >= sigma (Canonne, Kamath, Steinke):
+    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so the law
+    is right to a total variation of some 1e-17, and |y| <= 45 t. Two blocks per candidate and attempt.
+    """
+    _power_above(sigma)
+    if _native is not None:
+        return _native.discrete_normals(key, step, count, sigma, example)
+    return numpy_discrete_normals(key, step, count, sigma, example)
+
+
+def snap(total: np.ndarray, grid: float) -> np.ndarray:
+    """The nearest multiples of `grid`, as int64 counts of it (ties to even)."""
+    return np.rint(np.asarray(total, np.float64) / grid).astype(np.int64)
+
+
+def snapped_bound(bound: float, grid: float, count: int) -> float:
+    """l2 bound on the change of a snapped sum when the sum itself changes by at most `bound`."""
+    return bound + grid * math.sqrt(count)
+
+
+def snapped_sum(total: np.ndarray, grid: float, deviation: float, key: bytes, step: int = 0) -> np.ndarray:
+    """`total` rounded to multiples of `grid`, plus discrete Gaussian noise on that grid (float64).
+
+    A total that is not finite, or too far from 0 for counts of 62 bits, gives NaN everywhere.
+
+    Formal guarantee: for totals that differ by at most `bound` in l2, the Gaussian mechanism with multiplier
+    `snapped_multiplier(deviation, bound, grid, size)`. Multiplying by the grid is post-processing.
+    """
+    if not np.all(np.abs(total) < 2.0**62 * grid):
+        return np.full(np.shape(total), np.nan)
+    units = snap(total, grid)
+    if deviation > 0:
+        units = units + discrete_normals(key, step, np.size(total), deviation / grid)
+    return units * grid
+
+
+SMOOTHING = 1.5
+
+
+def snapped_multiplier(deviation: float, bound: float, grid: float, count: int) -> float:
+    """Noise multiplier of a continuous Gaussian mechanism that `snapped_sum` is a post-processing of.
+
+    Rounding widens the bound (`snapped_bound`). And the discrete Gaussian of variance s^2 + r^2 is what comes out when
+    a continuous one of variance s^2 is rounded to the grid at random, with the discrete Gaussian of variance r^2
+    around it; for r = 1.5 grid steps that holds to a relative 2 e^(-2 pi^2 r^2) < 2e-19 of each probability.
+    """
+    left = deviation**2 - (SMOOTHING * grid) ** 2
+    if left <= 0:
+        raise UserError(
+            f"noise of deviation {deviation:g} is no wider than its grid of {grid:g}: use a finer grid"
+        )
+    return math.sqrt(left) / snapped_bound(bound, grid, count)
+
+
+def step_noise(plan: LocalPlan, work: ClientWork, step: int, batch_size: int, count: int) -> np.ndarray:
+    """Noise of one step for sensitivity S = 1, in flat parameter order (float32); see the module's text.
+
+    Engines add S * step_noise(...) to the sum of the clipped gradients (S may differ by layer).
+    """
+    if plan.noise == "none":
+        return np.zeros(count, _F)
+    multiplier = plan.multipliers[step]
+    factor = plan.expected_batch if plan.noise_on == "mean" else 1.0
+    if multiplier == 0 or (plan.noise_on == "example" and batch_size == 0):
+        return np.zeros(count, _F)
+    key = work.noise_key
+    if plan.noise == "gaussian":
+        if plan.noise_on == "example":
+            factor = math.sqrt(batch_size)
+        return normals(key, step, count) * _F(multiplier * factor)
+    total = np.zeros(count, _F)
+    for example in range(batch_size if plan.noise_on == "example" else 1):
+        if plan.noise == "laplace":
+            total += laplaces(key, step, count, example=example) * _F(multiplier * factor)
+        elif plan.noise == "staircase":
+            total += staircases(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
+        else:
+            total += joint_staircase(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
+    return total
+
+
+def noised_sum(
+    plan: LocalPlan,
+    work: ClientWork,
+    step: int,
+    batch_size: int,
+    total: np.ndarray,
+    sensitivity: float | np.ndarray,
+) -> np.ndarray:
+    """The sum of clipped gradients with its noise (float32), on the grid if the plan has one.
+
+    Formal guarantee with grid > 0: that of `snapped_sum` for deviation = multiplier * sensitivity (times the factor
+    of noise_on); the conversion to float32 afterwards is post-processing.
+    """
+    if plan.grid <= 0 or plan.noise == "none":
+        return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
+    if plan.noise != "gaussian" or np.ndim(sensitivity):
+        raise UserError("grid noise needs noise = 'gaussian' and one sensitivity for all coordinates")
+    factor = {"sum": 1.0, "mean": plan.expected_batch, "example": math.sqrt(batch_size)}[plan.noise_on]
+    deviation = plan.multipliers[step] * float(sensitivity) * factor
+    return snapped_sum(total, plan.grid, deviation, work.noise_key, step).astype(_F)

@@ -1,0 +1,199 @@
+"""What a report shows about attacks: figures with explanations, ROC curve, empirical under promised epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from fedveil.report import plots
+from fedveil.report.facts import number, roc_of
+from fedveil.report.plots import Series, short
+
+ATTACKS = {
+    "gradient": ("Rebuilding inputs from gradients",
+                 "The attacker sees what the recipe exposes and tries to redraw the training records."),
+    "membership": ("Was this record used?", "The attacker guesses for single records whether they were in the training data."),
+    "attribute": ("Guessing a hidden attribute", "The attacker reads a property off the model that it was not trained for."),
+    "decoder": ("Rebuilding inputs from outputs", "A network learns to draw records from what the model answers."),
+    "audit": ("Audit with canaries", "Planted records or clients are searched for; what is found bounds ε from below."),
+}  # fmt: skip
+FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
+    "success_rate": ("Rebuilt", "percent", "victims whose record was rebuilt within the stated threshold"),
+    "label_accuracy": ("Labels read", "percent", "victims whose label was found"),
+    "rmse": ("RMSE", "number", "mean error per pixel; 0 is a perfect copy"),
+    "ssim": ("SSIM", "number", "likeness of structure; 1 is a perfect copy"),
+    "psnr": ("PSNR", "number", "likeness in decibel; higher is a better copy"),
+    "iterations": ("Iterations", "number", "effort until success, on average"),
+    "victims": ("Victims", "count", "how many were attacked"),
+    "auc": ("AUC", "number", "0.5 is guessing, 1 always finds members"),
+    "balanced_accuracy": ("Balanced accuracy", "percent", "50% is guessing"),
+    "tpr_at_1pct": ("Found at 1% false alarms", "percent", "members found when 1 in 100 strangers is accused; 1% is guessing"),
+    "tpr_at_01pct": ("Found at 0.1% false alarms", "percent", "members found when 1 in 1000 strangers is accused"),
+    "accuracy": ("Accuracy", "percent", "attributes guessed right"),
+    "f1": ("F1", "number", "balance of found and right; 1 is perfect"),
+    "control_accuracy": ("Without the model", "percent", "what a guess without the model gets right: the fair comparison"),
+    "mse": ("MSE", "number", "mean squared error; 0 is a perfect copy"),
+    "control_mse": ("MSE without the model", "number", "of the mean image: the fair comparison"),
+    "mae": ("MAE", "number", "mean error; 0 is a perfect copy"),
+    "epsilon_lower": ("ε shown", "number", "the true ε cannot be below this (with the stated confidence)"),
+    "epsilon_promised": ("ε promised", "number", "the ledger's number"),
+    "ceiling": ("Ceiling", "number", "the largest ε that so many canaries could show"),
+    "failed_numerically": ("Failed", "count", "attacks that broke down numerically; these say nothing about the defence"),
+}  # fmt: skip
+
+REPEATED = {("gradient", "mse"), ("gradient", "psnr")}  # said by RMSE already
+
+
+def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """What the template shows about one attack; `rows` of the ledger say what its seat was promised."""
+    kind = card["kind"]
+    title, what = ATTACKS.get(kind, (kind, "An attack on this run."))
+    out: dict[str, Any] = {
+        "kind": kind,
+        "title": title,
+        "what": what,
+        "figures": [],
+        "chart": Markup(""),
+        "image": None,
+    }
+    out |= {
+        "hidden": card.get("hidden", False),
+        "damaged": card.get("damaged", False),
+        "setting": "",
+        "verdict": "",
+        "reason": "",
+        "not_done": "",
+        "methods": [],
+        "empty": [],
+        "seat": "",
+    }
+    data = card.get("data")
+    if data is None:
+        return out
+    compared = isinstance(data.get("methods"), Mapping)  # these have a table of their own
+    for key, (name, form, explanation) in FIGURES.items():
+        value = number(data.get(key))
+        if value is not None and not compared and (kind, key) not in REPEATED:
+            text = (
+                percent(value)
+                if form == "percent"
+                else f"{value:.0f}"
+                if form == "count"
+                else short(value, 3)
+            )
+            out["figures"].append((name, text + interval(data, key, form), explanation))
+    controls = data.get("controls")
+    if kind == "gradient" and isinstance(controls, Mapping):
+        out["figures"] += [
+            (f"Control: {name.replace('_', ' ')}", short(rmse), "RMSE of this image without any attack")
+            for name, inner in controls.items()
+            if (rmse := number(inner.get("rmse") if isinstance(inner, Mapping) else inner)) is not None
+        ]  # fmt: skip
+    named = [str(data[k]) for k in ("method", "tap", "recipe", "round") if data.get(k) is not None]
+    out["setting"] = " · ".join(f"round {v}" if v.isdigit() else v for v in named)
+    out["seat"] = seat_of(kind, str(data.get("tap", "")), rows)
+    out["image"] = card.get("image")
+    curves = roc_curves(data)
+    if curves:
+        out["chart"] = plots.lines(
+            curves, title="ROC: members found against false alarms (dotted: guessing)", x_label="false alarms",
+            y_label="found", diagonal=True, floor=0.0, top=1.0,
+        )  # fmt: skip
+    lower = number(data.get("epsilon_lower"))
+    if lower is not None:
+        sound = data.get("status", "sound") == "sound"
+        out["chart"] = plots.evidence(
+            lower, number(data.get("epsilon_promised")), number(data.get("ceiling")), sound
+        )
+    out |= {key: str(data.get(key) or "") for key in ("verdict", "reason", "not_done")}
+    methods = data.get("methods")
+    if isinstance(methods, Mapping):
+        out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
+        out["empty"] = empty_because(methods)
+    return out
+
+
+def empty_because(methods: Mapping[str, Any]) -> list[str]:
+    """Why figures of these membership attacks are empty, each reason once, with the attacks that it holds for."""
+    held: dict[str, list[str]] = {}
+    for name, rates in methods.items():
+        if isinstance(rates, Mapping) and rates.get("reason"):
+            held.setdefault(str(rates["reason"]), []).append(str(name))
+    return [
+        f"Empty for {'all' if len(names) == len(methods) else ', '.join(names)}: {why}"
+        for why, names in held.items()
+    ]
+
+
+SEATS = {
+    "type2": ("client-process", "gradients of single records, in a client's memory while it trains"),
+    "type1": ("client-process", "a client's update before the client protects it"),
+    "type0": ("server", "a client's upload, as the server receives it"),
+    "type0-sanitised": ("participants", "what is left after the server has noised it"),
+}
+
+
+def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where the attacker sat, and what that seat is promised: an attack elsewhere does not contradict a promise."""
+    if kind in ("membership", "attribute", "decoder"):
+        observer, saw = "public", "the final model"
+    elif tap in SEATS:
+        observer, saw = SEATS[tap]
+    else:
+        return ""
+    held = [r for r in rows if (r["observer"], r["unit"], r["verdict"]) == (observer, "example", "sound")]
+    promised = f"sound ε ≤ {short(held[0]['epsilon'])} per example" if held else "nothing sound, per example"
+    return f"Seen: {saw}. This is the seat of “{observer}”; it was promised {promised}."
+
+
+def roc_curves(data: Mapping[str, Any]) -> list[Series]:
+    """The headline attack's curve, and those of compared attacks that have one."""
+    methods = data.get("methods")
+    named = {str(data.get("method") or "attack"): data, **(methods if isinstance(methods, Mapping) else {})}
+    named |= {
+        name: data for name in list(named)[:1]
+    }  # the headline's own entry among the methods may lack the curve
+    curves = []
+    for tone, (name, rates) in enumerate(named.items()):
+        roc = roc_of(rates) if isinstance(rates, Mapping) else None
+        if roc:
+            auc = number(rates.get("auc"))
+            curves.append(
+                Series(f"{name} (AUC {auc:.3f})" if auc is not None else str(name), *roc, tone=tone % 6 + 1)
+            )
+    return curves
+
+
+def _rates(rates: Mapping[str, Any]) -> list[str]:
+    """The four figures of a membership attack, with their intervals."""
+    cells = []
+    for key, form in (
+        ("auc", "number"),
+        ("balanced_accuracy", "percent"),
+        ("tpr_at_1pct", "percent"),
+        ("tpr_at_01pct", "percent"),
+    ):
+        value = number(rates.get(key))
+        text = percent(value) if form == "percent" else short(value)
+        cells.append(text + interval(rates, key, form))
+    return cells
+
+
+def interval(data: Mapping[str, Any], key: str, form: str) -> str:
+    """' (low to high)' where the attack states a confidence interval."""
+    found = data.get(f"{key}_interval") or data.get(f"{key}_ci") or (data.get("intervals") or {}).get(key)
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        return ""
+    low, high = number(found[0]), number(found[1])
+    if low is None or high is None:
+        return ""
+    return (
+        f" ({percent(low)} to {percent(high)})" if form == "percent" else f" ({short(low)} to {short(high)})"
+    )
+
+
+def percent(value: float | None) -> str:
+    """A share for people."""
+    return "–" if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,397 @@
+"""What a report says about one run, as plain values read from its directory.
+
+Nothing from the directory is executed: models or datasets given as module:function are left alone. The promise
+is recomputed from the ledger, never taken from another file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import UserError
+from fedveil.federation import store
+from fedveil.federation.store import Run
+
+COURSE_ACCOUNTANTS = ("pld", "rdp", "moments", "zcdp")
+MARKS = 12  # rounds at which epsilon is recomputed
+MOST_CLIENTS = 200  # whose budgets are listed
+MOST_CLASSES = 64
+MOST_IMAGE = 1_200_000  # bytes of one picture; larger ones are reduced
+PATIENCE = 1.5  # seconds for the clients' budgets
+LARGE = 1e6  # a budget nobody reaches, to ask a ledger what was used
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The ledger's answer. problem: why there is none. course: (accountant, verdict) -> (rounds, epsilons)."""
+
+    rows: tuple[dict[str, Any], ...] = ()
+    course: Mapping[tuple[str, str], tuple[list[float], list[float | None]]] = ()  # type: ignore[assignment]
+    problem: str = ""
+    releases: int = 0
+    head: str = ""
+    delta: float | None = None
+    simulated: bool = True
+    budget: float | None = None
+    own: tuple[float, ...] = ()  # budgets of single clients
+    clients: tuple[dict[str, Any], ...] = ()
+    client_count: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One run, ready to be shown. Private figures are empty unless they were asked for."""
+
+    run: Run
+    name: str
+    recipe: Any
+    unit: str
+    metrics: tuple[dict[str, Any], ...]
+    private: tuple[dict[str, Any], ...]
+    result: dict[str, Any]
+    promise: Promise
+    attacks: tuple[dict[str, Any], ...]
+    confusion: list[list[int]] | None
+    public_data: bool
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.result)
+
+    @property
+    def rounds(self) -> int:
+        return int(self.metrics[-1].get("round", 0)) if self.metrics else 0
+
+    def last(self, key: str) -> float | None:
+        """The latest known figure."""
+        own = number(self.result.get(key))
+        return own if own is not None else next(
+            (v for line in reversed(self.metrics) if (v := number(line.get(key))) is not None), None
+        )  # fmt: skip
+
+    def column(self, key: str, lines: Sequence[Mapping[str, Any]] | None = None) -> list[float | None]:
+        return [number(line.get(key)) for line in (self.metrics if lines is None else lines)]
+
+    @property
+    def x(self) -> list[float]:
+        return [number(line.get("round")) or 0.0 for line in self.metrics]
+
+    def main(self) -> dict[str, Any] | None:
+        """The row that a single number stands for: the configured observer, the protected unit, sound first."""
+        return main_row(self.promise.rows, self.run.config.observer, self.unit)
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def main_row(rows: Iterable[Mapping[str, Any]], observer: str, unit: str) -> dict[str, Any] | None:
+    """Sound before nominal before none; within these, the wanted unit first."""
+    order = {"sound": 0, "nominal": 1, "none": 2}
+    own = [r for r in rows if r.get("observer") == observer and r.get("verdict") in order]
+    own.sort(key=lambda r: (order[r["verdict"]], r.get("unit") != unit))
+    wanted = [r for r in own if r.get("unit") == unit]
+    return dict((wanted or own)[0]) if own else None
+
+
+def sound_epsilon(facts: Facts) -> float | None:
+    """The main row's epsilon if it is sound."""
+    row = facts.main()
+    return row["epsilon"] if row and row["verdict"] == "sound" else None
+
+
+def gather(
+    folder: Path, private: bool = False, compute: bool = True, quick: bool = False, clients: bool = False
+) -> Facts:
+    """Read a run. compute=False writes nothing and loads no data (a confusion matrix only if it is stored).
+    quick leaves out epsilon over rounds; clients adds what each client has spent."""
+    run = store.open_run(folder)
+    recipe = run.config.built_recipe()
+    unit = "client" if recipe.target == "update" else "example"
+    metrics = tuple(
+        line for line in run.metrics if isinstance(line, dict) and number(line.get("round")) is not None
+    )
+    from fedveil.data.sources import CATALOGUE
+
+    public_data = run.config.dataset in CATALOGUE
+    result = _result(run)
+    return Facts(
+        run=run,
+        name=run.config.name or folder.resolve().name,
+        recipe=recipe,
+        unit=unit,
+        metrics=metrics,
+        private=tuple(line for line in run.private if isinstance(line, dict)) if private else (),
+        result=result,
+        promise=promise_of(run, unit, course=not quick, clients=clients),
+        attacks=tuple(attacks_of(folder, show=private or public_data)),
+        confusion=confusion_of(run, compute) if result else None,
+        public_data=public_data,
+    )
+
+
+def _result(run: Run) -> dict[str, Any]:
+    try:
+        found = run.result
+    except UserError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- the promise -----------------------------------------------------------------------------------------------
+
+
+def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) -> Promise:
+    """Rows, epsilon over rounds and budgets, recomputed from the ledger without locking or repairing it."""
+    from fedveil.privacy.ledger import Ledger
+    from fedveil.privacy.ledger.journal import read
+
+    path = run.path / "ledger.jsonl"
+    if not path.is_file():
+        return Promise(problem="there is no ledger, so nothing is known about what was released")
+    config = run.config
+    try:
+        ledger = Ledger.read(path)
+        rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant))
+        records = read(path).records
+        made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
+        budgets = _clients(ledger, records, config.observer, unit, config.accountant) if clients else ()
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as wrong:
+        return Promise(problem=f"the ledger cannot be read: {wrong}")
+    header = ledger.header
+    whole = [b.epsilon for b in header.budgets if b.client is None]
+    return Promise(
+        rows=rows,
+        course=made,
+        releases=ledger.head[0],
+        head=ledger.head[1],
+        delta=header.delta,
+        simulated=header.simulated,
+        budget=min(whole, default=None),
+        own=tuple(sorted(b.epsilon for b in header.budgets if b.client is not None)),
+        clients=budgets,
+        client_count=header.clients,
+    )
+
+
+def _course(
+    header: Any, records: Sequence[Any], rows: Sequence[Mapping[str, Any]], observer: str, unit: str
+) -> dict[tuple[str, str], tuple[list[float], list[float | None]]]:
+    """Epsilon of the main row after some of the rounds, by several accountants."""
+    from fedveil.privacy.ledger import Ledger
+
+    main = main_row(rows, observer, unit)
+    ends = {int(r.body["round"]): i for i, r in enumerate(records) if r.body.get("kind") == "release"}
+    played = sorted(ends)
+    if main is None or main["verdict"] == "none" or not played:
+        return {}
+    chosen = sorted({played[round((len(played) - 1) * i / (MARKS - 1))] for i in range(MARKS)})
+    found: dict[tuple[str, str], tuple[list[float], list[float | None]]] = {}
+    names = COURSE_ACCOUNTANTS if main["verdict"] == "sound" else (main["accountant"],)
+    for mark in chosen:
+        book = Ledger(header, records[: ends[mark] + 1], None)
+        for name in names:
+            if main["verdict"] == "sound":
+                value = book.epsilon(main["observer"], main["unit"], accountant=name)
+            else:
+                value = next(
+                    (
+                        row.epsilon
+                        for row in book.table(accountant=name)
+                        if (row.observer, row.unit, row.verdict)
+                        == (main["observer"], main["unit"], "nominal")
+                    ),
+                    None,
+                )
+            if value is not None:
+                xs, ys = found.setdefault((name, main["verdict"]), ([], []))
+                xs.append(float(mark))
+                ys.append(value)
+    return found
+
+
+def _clients(
+    ledger: Any, records: Sequence[Any], observer: str, unit: str, accountant: str
+) -> tuple[dict[str, Any], ...]:
+    """What each of the first clients has spent, and what it may spend; as many as there is time for."""
+    from fedveil.privacy.ledger import Budget, Ledger
+
+    header = ledger.header
+    many = range(min(header.clients, MOST_CLIENTS))
+    often = ledger.participations()
+    asked = replace(header, budgets=(Budget(LARGE, observer, unit, accountant=accountant),))  # type: ignore[arg-type]
+    meter = Ledger(asked, [r for r in records if r.body.get("kind") != "spent"], None)
+    limits = {b.client: b.epsilon for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
+    used: dict[Any, float | None] = {}
+    out = []
+    until = time.monotonic() + PATIENCE
+    for client in many:
+        if time.monotonic() > until:
+            break
+        # clients with equal numbers of releases need not be equal, so only the untouched are skipped
+        if often[client]:
+            left = meter.remaining(client)[(observer, unit)]  # type: ignore[index]
+            used[client] = LARGE - left if left > 0 else None
+        else:
+            used[client] = 0.0
+        out.append(
+            {
+                "client": client,
+                "releases": int(often[client]),
+                "epsilon": used[client],
+                "budget": limits.get(client, limits.get(None)),
+            }
+        )
+    return tuple(out)
+
+
+# --- attacks ------------------------------------------------------------------------------------------------------
+
+
+def attacks_of(folder: Path, show: bool) -> Iterable[dict[str, Any]]:
+    """One card per attack result. Without `show` a card only tells that the attack was made: its figures and
+    pictures describe training records. An audit counts planted canaries, and is always shown."""
+    place = folder / "attacks"
+    if not place.is_dir():
+        return
+    for path in sorted(place.glob("*.json"))[:24]:
+        try:
+            data = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            yield {"kind": path.stem, "damaged": True}
+            continue
+        found = data.get("results", data) if isinstance(data, dict) else data
+        for item in found if isinstance(found, list) else [found]:
+            if not isinstance(item, dict):
+                continue
+            kind = str(item.get("kind") or path.stem.split("-")[0])
+            if not show and kind != "audit":
+                yield {"kind": kind, "hidden": True}
+            else:
+                yield {
+                    "kind": kind,
+                    "data": item,
+                    "image": _image(path.with_suffix(".png")) if show else None,
+                }
+
+
+def _image(path: Path) -> str | None:
+    """A picture as a data address, reduced if it is large."""
+    try:
+        blob = path.read_bytes()
+    except OSError:
+        return None
+    if not blob.startswith(b"\x89PNG\r\n"):
+        return None
+    if len(blob) > MOST_IMAGE:
+        try:
+            blob = _reduced(blob)
+        except Exception:  # a picture that no decoder likes is left out
+            return None
+    return None if len(blob) > MOST_IMAGE else "data:image/png;base64," + base64.b64encode(blob).decode()
+
+
+def _reduced(blob: bytes) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(blob)) as picture:
+        for side in (1400, 900, 500):
+            picture.thumbnail((side, side))
+            out = io.BytesIO()
+            picture.convert("RGB").quantize(64).save(out, "PNG")
+            if out.tell() <= MOST_IMAGE:
+                break
+    return out.getvalue()
+
+
+def roc_of(data: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+    """False and true positive rates, from {"fpr", "tpr"} (also inside "roc") or a list of pairs."""
+    found = data.get("roc", data)
+    if isinstance(found, Mapping):
+        xs, ys = found.get("fpr"), found.get("tpr")
+    elif isinstance(found, list) and all(isinstance(p, list | tuple) and len(p) == 2 for p in found):
+        xs, ys = [p[0] for p in found], [p[1] for p in found]
+    else:
+        return None
+    if not isinstance(xs, list) or not isinstance(ys, list) or len(xs) != len(ys) or len(xs) < 2:
+        return None
+    pairs = [(number(x), number(y)) for x, y in zip(xs, ys, strict=True)]
+    if any(x is None or y is None for x, y in pairs):
+        return None
+    return [float(x) for x, _ in pairs], [float(y) for _, y in pairs]  # type: ignore[arg-type]
+
+
+# --- confusion ----------------------------------------------------------------------------------------------------
+
+
+def confusion_of(run: Run, compute: bool) -> list[list[int]] | None:
+    """Counts [true][said] on the test rows; kept as confusion.json beside the model that it belongs to."""
+    model, kept = run.path / "model.safetensors", run.path / "confusion.json"
+    try:
+        mark = hashlib.sha256(model.read_bytes()).hexdigest()
+    except OSError:
+        return None
+    try:
+        stored = json.loads(kept.read_text("utf-8"))
+        if stored["model"] == mark:
+            return [[int(v) for v in row] for row in stored["matrix"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if not compute:
+        return None
+    try:
+        matrix = _confusion(run, model)
+    except Exception:  # data or model are not at hand: the report is made without it
+        return None
+    right = (
+        None if not matrix else sum(row[i] for i, row in enumerate(matrix)) / max(1, sum(map(sum, matrix)))
+    )
+    if right is None or abs(right - (number((run.result or {}).get("test_accuracy")) or 0.0)) > 1e-6:
+        return None  # the data at hand are not those the run was tested on
+    if matrix is not None:
+        store.write_atomic(kept, json.dumps({"model": mark, "matrix": matrix}).encode())
+    return matrix
+
+
+def _confusion(run: Run, model: Path) -> list[list[int]] | None:
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    from fedveil.data.datasets import load
+    from fedveil.models import nets
+    from fedveil.models.layout import layout_of
+    from fedveil.training.evaluate import outputs
+
+    config = run.config
+    if ":" in config.dataset or ":" in config.model or config.features:
+        return None
+    data = load(
+        config.dataset,
+        root=config.data,
+        seed=config.split_seed,
+        validation=config.validation,
+        target=config.target,
+    )
+    if data.task != "classification" or not data.classes or data.classes > MOST_CLASSES:
+        return None
+    name = nets.default_model(data) if config.model == "auto" else config.model
+    module = nets.build(name, data.shape, data.classes, config.seed, **config.model_options)
+    tensors = load_file(model)
+    weights = np.concatenate([tensors[key].reshape(-1) for key in layout_of(module).names])
+    said = outputs(module, weights, data.x_test).argmax(1).numpy()
+    matrix = np.zeros((data.classes, data.classes), int)
+    np.add.at(matrix, (data.y_test, said), 1)
+    return matrix.tolist()

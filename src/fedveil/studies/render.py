@@ -1,0 +1,231 @@
+"""Comparisons for people: terminal, Markdown, and a picture for figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil.studies.cells import Attack, Entry, Row, key_of
+from fedveil.studies.runner import Plan
+
+
+def shown(value: float | str | None, digits: int) -> str:
+    """A number with the table's digits; "-" where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    small = value != 0 and abs(value) < 0.5 * 10.0**-digits
+    return f"{value:.1e}" if small else f"{value:.{digits}f}"
+
+
+def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
+    """paper | ours | difference as texts, in the order of the rows."""
+    found = []
+    for cell, row in zip(entry.cells, rows, strict=True):
+        d = max(
+            cell.digits, 4 if row.difference is not None and abs(row.difference) < 1e-3 and cell.digits else 0
+        )
+        spread = f" ± {shown(row.deviation, d)}" if row.deviation is not None else ""
+        mark = (
+            "match"
+            if row.matches
+            else ("-" if row.difference is None else f"{row.difference:+.{cell.digits}f}")
+        )
+        found.append([shown(row.paper, cell.digits), shown(row.ours, cell.digits) + spread, mark])
+    return found
+
+
+def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, Any]) -> str:
+    """One page: the command, what it ran on, the comparison, notes, and every setting."""
+    import json
+
+    entry = chosen.entry
+    notes: dict[str, int] = {}
+
+    def mark(*texts: str) -> str:
+        return " ".join(f"[{notes.setdefault(t, len(notes) + 1)}]" for t in texts if t)
+
+    lines = [f"# {entry.paper} {name_of(entry)}: {entry.title}", "", f"    {command}", ""]
+    seeds, made = ", ".join(map(str, range(chosen.seeds))), ", ".join(f"{k} {v}" for k, v in about.items())
+    lines += [f"Scale: {chosen.scale}. Seeds: {seeds}. {made}.", ""]
+    if entry.statement:
+        lines += [f"The paper says: {entry.statement}", ""]
+    lines += [summary(rows), ""]
+    if entry.is_figure:
+        lines += [f"![{entry.title}]({entry.id}.png)", ""]
+    lines += [
+        "| row | column | paper | ours | difference | why | shrunk |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    for row, cells in zip(rows, cells_of(entry, rows), strict=True):
+        lines.append(
+            f"| {row.row} | {row.column} | {' | '.join(cells)} | {mark(*row.why)} | {mark(row.shrunk)} |"
+        )
+    lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
+    unique = list(dict.fromkeys(json.dumps(dict(row.settings), sort_keys=True) for row in rows))
+    lines += [
+        "<details><summary>Settings of every job</summary>",
+        "",
+        "```",
+        *unique,
+        "```",
+        "",
+        "</details>",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def name_of(entry: Entry) -> str:
+    """ "Table 6" or "Figure 4"."""
+    kind = entry.id.split("-")[1]
+    return ("Table " if kind.startswith("table") else "Figure ") + kind.removeprefix("table").removeprefix(
+        "fig"
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many numbers come out."""
+    compared = [row for row in rows if row.difference is not None]
+    if all(row.paper is None for row in rows):
+        have = sum(row.ours is not None for row in rows)
+        return (
+            f"The figure prints no numbers: its statement is compared. {have} of {len(rows)} values of ours."
+        )
+    matching = sum(bool(row.matches) for row in compared)
+    missing = sum(row.ours is None for row in rows)
+    fitted = sum(bool(row.matches and row.fitted) for row in compared)
+    text = f"{matching} of {len(compared)} compared numbers come out (to one unit of the last printed digit)"
+    text += f", {fitted} of them only with one step more or less than stated" if fitted else ""
+    return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
+
+
+def picture(
+    chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], folder: Path, path: Path
+) -> bool:
+    """Draw a figure: reconstructions for attacks, curves over rounds, or lines over the columns."""
+    entry = chosen.entry
+    if entry.cells and isinstance(entry.cells[0].job, Attack) and not entry.x:
+        return _gallery(chosen, folder, path)
+    return _lines(chosen, rows, done, path)
+
+
+def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
+    from matplotlib.figure import Figure
+
+    shown_once: list[
+        tuple[str, np.ndarray, list[tuple[str, np.ndarray]]]
+    ] = []  # originals and what came of them
+    planned = {p.printed: p for p in chosen.jobs}
+    for cell in chosen.entry.cells:
+        file = folder / "pictures" / f"{key_of(planned[cell.job].job, 0)}.npz"
+        if not file.exists():
+            continue
+        with np.load(file) as held:
+            same = [g for g in shown_once if g[0] == cell.column and np.array_equal(g[1], held["truth"])]
+            if not same:
+                same = [(cell.column, held["truth"], [])]
+                shown_once += same
+            same[0][2].append((f"{cell.row}, {cell.column}", held["guess"]))
+    strips = [
+        strip for column, truth, found in shown_once for strip in ((f"original, {column}", truth), *found)
+    ]
+    if not strips:
+        return False
+    wide = max(len(images) for _, images in strips)
+    figure = Figure(figsize=(0.7 * wide + 2.6, 0.7 * len(strips)), layout="constrained")
+    axes = figure.subplots(len(strips), wide, squeeze=False)
+    for row, (title, images) in enumerate(strips):
+        for column, axis in enumerate(axes[row]):
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if column >= len(images):
+                axis.set_axis_off()
+                continue
+            image = np.clip(images[column], 0, 1)
+            axis.imshow(
+                image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1
+            )
+        axes[row][0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=7)
+    figure.savefig(path, dpi=90)
+    return True
+
+
+_MEASURED = {"accuracy": "test accuracy", "rmse": "test RMSE", "norm": "mean L2 norm of gradients",
+             "deviation": "deviation of the noise", "ssim": "SSIM of the attack"}  # fmt: skip
+Line = tuple[list[Any], list[float]]
+
+
+def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], path: Path) -> bool:
+    """Curves over rounds, or lines over the columns: a panel for each set of columns and, if crowded, each dataset."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    entry = chosen.entry
+    series = {name: line for name, line in _series(chosen, rows, done).items() if line[0]}
+    if not series:
+        return False
+    levels = {name: ys[0] for name, (xs, ys) in series.items() if len(xs) == 1 and len(series) > 1}
+    crowded = len(series) > 6
+    panels: dict[tuple[str, tuple[Any, ...]], dict[str, Line]] = {}
+    for name, (xs, ys) in series.items():
+        if name not in levels:
+            place = (_group(name) if crowded else "", () if entry.curve else tuple(xs))
+            panels.setdefault(place, {})[name] = (xs, ys)
+    if not panels:
+        panels = {("", ()): {name: line for name, line in series.items()}}
+        levels = {}
+    wide = min(3, len(panels))
+    tall = -(-len(panels) // wide)
+    figure = Figure(figsize=(max(7.0, 4.6 * wide), 4.2 * tall), layout="constrained")
+    figure.suptitle(f"{entry.title} ({chosen.scale} scale)")
+    kinds = dict.fromkeys(_MEASURED.get(c.measure.partition("@")[0], c.measure) for c in entry.cells)
+    names = [name.strip() for name in entry.x.split("|")]
+    # Panels of one group of recipes are to be compared, those of several datasets are not.
+    shared = len({columns for _, columns in panels}) == 1 and len(kinds) > 1
+    axes = list(figure.subplots(tall, wide, squeeze=False, sharey=shared).flat)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for number, ((_, columns), lines) in enumerate(panels.items()):
+        axis = axes[number]
+        for name, (xs, ys) in lines.items():
+            axis.plot(xs, ys, marker="o", markersize=3, linewidth=1.3, label=name)
+        for name, level in levels.items():
+            if any(_group(name) == _group(other) for other in lines):
+                axis.axhline(level, color="0.4", linestyle="--", linewidth=1, label=name)
+        wordy = columns and max(len(str(x)) for x in columns) > 6
+        axis.tick_params(axis="x", rotation=30 if wordy else 0)
+        axis.set(xlabel=names[min(number, len(names) - 1)], ylabel=" / ".join(kinds))
+        if entry.curve:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _group(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _series(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]) -> dict[str, Line]:
+    entry = chosen.entry
+    series: dict[str, Line] = {}
+    planned = {p.printed: p for p in chosen.jobs}
+    if entry.curve:
+        for cell in entry.cells:
+            line = done.get(key_of(planned[cell.job].job, 0), {})
+            name = "rmses" if cell.measure.startswith("rmse") else entry.curve
+            points = [(r, v) for r, v in line.get("result", {}).get(name, ()) if v is not None]
+            series[cell.row] = ([r for r, _ in points], [v for _, v in points])
+        return series
+    for row in rows:
+        if row.ours is not None:
+            xs, ys = series.setdefault(row.row, ([], []))
+            xs.append(row.column)
+            ys.append(row.ours)
+    return series

@@ -1,0 +1,253 @@
+"""Run the jobs of a table, keep each as a line of JSON, and set ours beside the paper's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fedveil.errors import UserError
+from fedveil.studies import jobs, settings
+from fedveil.studies.cells import Attack, Cell, Entry, Job, Row, Train, key_of, seeded, settings_of
+from fedveil.studies.reasons import explain
+
+Scale = Literal["small", "paper"]
+SMALL_BUDGET = 300.0  # estimated seconds on one quiet core: a busy or slower machine still keeps ten minutes
+Progress = Callable[[int, int, float, str], None]
+"""(finished jobs, all jobs, seconds left, what runs now)"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job as it will run: possibly shrunk, possibly left out."""
+
+    printed: Job
+    job: Job
+    shrunk: str
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The jobs of an entry at a scale."""
+
+    entry: Entry
+    scale: Scale
+    seeds: int
+    jobs: tuple[Planned, ...]
+
+    @property
+    def runs(self) -> list[tuple[Job, int]]:
+        """Each job with each seed, once."""
+        found = [
+            (p.job, seed)
+            for p in self.jobs
+            if not p.skipped
+            for seed in range(self.seeds if seeded(p.job) else 1)
+        ]
+        return list(dict.fromkeys(found))
+
+    def seconds(self, done: Mapping[str, Any] = {}) -> float:
+        """Estimated seconds for what is not done."""
+        return sum(settings.seconds(job) for job, seed in self.runs if key_of(job, seed) not in done)
+
+
+def plan(
+    entry: Entry, scale: Scale = "small", seeds: int = 1, victims: Mapping[str, int] | None = None
+) -> Plan:
+    """Shrink all jobs of the entry by the same level, the first at which the table fits the small budget.
+
+    victims: at paper scale, how many victims attacks on a dataset have at most ("" is for all others)."""
+    if seeds < 1:
+        raise UserError(f"--seeds {seeds}: give 1 or more")
+    wanted = entry.jobs()
+    curves = {cell.job for cell in entry.cells if entry.curve or cell.measure not in ("accuracy", "rmse")}
+    if scale == "paper":
+        return Plan(entry, scale, seeds, tuple(_fewer_victims(job, victims or {}) for job in wanted))
+    level = 1
+    while level < settings.LEVELS and _total(wanted, level, curves) > SMALL_BUDGET:
+        level += 1
+    small = {job: settings.shrink(job, level, 5 if job in curves else 1) for job in wanted}
+    kept, spent = set(), 0.0
+    for job in sorted(
+        wanted, key=lambda job: settings.seconds(small[job][0])
+    ):  # the cheapest make most cells
+        spent += settings.seconds(small[job][0])
+        if spent <= SMALL_BUDGET:
+            kept.add(job)
+    left_out = "left out at small scale: run with --scale paper"
+    planned = [
+        Planned(job, small[job][0], small[job][1] if job in kept else left_out, job not in kept)
+        for job in wanted
+    ]
+    return Plan(entry, scale, seeds, tuple(planned))
+
+
+def _fewer_victims(job: Job, most: Mapping[str, int]) -> Planned:
+    if not isinstance(job, Attack):
+        return Planned(job, job, "")
+    count = min(job.victims, most.get(job.dataset, most.get("", job.victims)))
+    note = f"victims {job.victims} → {count}" if count < job.victims else ""
+    return Planned(job, replace(job, victims=count), note)
+
+
+def _total(wanted: list[Job], level: int, curves: set[Job]) -> float:
+    small = {settings.shrink(job, level, 5 if job in curves else 1)[0] for job in wanted}
+    return sum(settings.seconds(job) for job in small)
+
+
+def finished(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results kept in the folder, by key; a job run again counts with its last line."""
+    from fedveil.federation.store import read_lines
+
+    path = folder / "cells.jsonl"
+    return {line["key"]: line for line in read_lines(path)} if path.exists() else {}
+
+
+def run(
+    chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None, workers: int = 1
+) -> dict[str, dict[str, Any]]:
+    """Run what is not done yet; returns all results by key.
+
+    A job that the data at hand do not allow is kept as failed with its reason, and tried again next time.
+    Training and attacks run in `workers` processes, the longest first; then the other jobs one by one (timings need
+    a quiet machine, and membership, attribute and decoder attacks read the runs).
+    """
+    from fedveil.federation.store import append_line
+
+    folder.mkdir(parents=True, exist_ok=True)
+    done = {k: v for k, v in finished(folder).items() if "failed" not in v} if resume else {}
+    if not resume:
+        _forget_runs(chosen, folder)
+    left = [(job, seed) for job, seed in chosen.runs if key_of(job, seed) not in done]
+    at_once = [one for one in left if workers > 1 and isinstance(one[0], Attack | Train)]
+    at_once.sort(key=lambda one: -settings.seconds(one[0]))
+    left = at_once + [one for one in left if one not in at_once]
+    estimates = {key_of(job, seed): settings.seconds(job) for job, seed in left}
+    begin, ended = time.perf_counter(), 0.0
+
+    def tell(number: int) -> None:
+        if progress and number < len(left):
+            pace = (time.perf_counter() - begin) / ended if ended > 5 else 1 / (workers if at_once else 1)
+            progress(number, len(left), pace * (sum(estimates.values()) - ended), describe(left[number][0]))
+
+    def lines() -> Iterator[dict[str, Any]]:
+        tell(0)
+        if at_once:
+            from fedveil.training.pool import processes
+
+            with processes(min(workers, len(at_once))) as pool:
+                running = [pool.submit(_line, job, seed, folder) for job, seed in at_once]
+                try:
+                    for future in as_completed(running):
+                        yield future.result()
+                except BrokenProcessPool as problem:
+                    raise UserError(
+                        "a worker process died, perhaps for lack of memory. Finished cells are kept: "
+                        "continue with --resume --workers 1."
+                    ) from problem
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in list((pool._processes or {}).values()):
+                        process.terminate()
+                    raise
+        for job, seed in left[len(at_once) :]:
+            yield _line(job, seed, folder)
+
+    for number, line in enumerate(lines()):
+        append_line(folder / "cells.jsonl", line)
+        done[line["key"]] = line
+        ended += estimates[line["key"]]
+        tell(number + 1)
+    if progress:
+        progress(len(left), len(left), 0.0, "")
+    return done
+
+
+def _line(job: Job, seed: int, folder: Path) -> dict[str, Any]:
+    clock = time.perf_counter()
+    line: dict[str, Any] = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
+    try:
+        line["result"] = jobs.execute(job, seed, folder)
+    except UserError as wrong:
+        line["failed"] = str(wrong)
+    line["seconds"] = round(time.perf_counter() - clock, 3)
+    return line
+
+
+def _forget_runs(chosen: Plan, folder: Path) -> None:
+    """Without --resume a run starts anew; only run directories that this command made are removed."""
+    import shutil
+
+    for job, seed in chosen.runs:
+        for one in (job, getattr(job, "train", None)):
+            place = folder / "runs" / key_of(one, seed) if one is not None else None
+            if place is not None and (place / "run.json").exists():
+                shutil.rmtree(place)
+
+
+def describe(job: Job) -> str:
+    """A few words for the progress bar."""
+    words = [
+        type(job).__name__.lower(),
+        getattr(job, "recipe", getattr(job, "formula", "")),
+        getattr(job, "dataset", ""),
+    ]
+    return " ".join(word for word in words if word)
+
+
+def rows(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Paper, ours, difference and why for every cell."""
+    planned = {p.printed: p for p in chosen.jobs}
+    return [_row(cell, planned[cell.job], chosen.seeds, done) for cell in chosen.entry.cells]
+
+
+def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, Any]]) -> Row:
+    keys = [key_of(planned.job, seed) for seed in range(seeds if seeded(planned.job) else 1)]
+    lines = [done[key] for key in keys if key in done and not planned.skipped]
+    values: list[float] = []
+    fitted = False
+    why = explain(cell.why)
+    for line in lines:
+        if "failed" in line:
+            why = (f"not run: {line['failed']}",)
+            continue
+        value = jobs.measure(cell.measure, line["result"], planned.job, planned.printed)
+        if value is not None:
+            values.append(value)
+        elif cell.measure.startswith(("rounds_to:", "iterations_to:", "spent_to:", "fixed_variance:")):
+            why = (f"never reached in {line['result']['rounds']} rounds", *why)
+        extra = line["result"].get("extra_steps")
+        fitted = bool(extra)
+        if extra:
+            why = (
+                *why,
+                f"with {extra:+d} step; as stated it is {line['result']['as_stated']:.{cell.digits}f}",
+            )
+    ours = statistics.fmean(values) if values else None
+    if not lines and not planned.skipped:
+        why = ("not finished", *why)
+    difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) else None
+    # One unit of the last printed digit: the tables round now up, now down.
+    matches = (
+        None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
+    )
+    return Row(
+        cell.row,
+        cell.column,
+        cell.paper,
+        ours,
+        difference,
+        matches,
+        why,
+        planned.shrunk,
+        statistics.stdev(values) if len(values) > 1 else None,
+        len(values),
+        fitted,
+        settings_of(planned.job, 0),
+    )

@@ -1,0 +1,172 @@
+"""The papers' settings per dataset, what a job costs, and how a job shrinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedveil.studies.cells import Attack, Inference, Job, Time, Train, with_settings
+
+Values = dict[str, Any]
+
+_RUN: Values = {"report": False, "checkpoint_every": 10, "local_steps": 100, "learning_rate": 0.05}
+_FEDERATED: Values = {**_RUN, "clients": 1000, "cohort_size": 100}
+
+FEDERATED: dict[str, Values] = {  # P1 Table I, P3 Table 2
+    "mnist": {**_FEDERATED, "limit": 50000, "partition": "overlap", "partition_options.examples_per_client": 500,
+              "rounds": 100, "batch_size": 5, "model": "papers-cnn"},
+    "cifar10": {**_FEDERATED, "limit": 40000, "partition": "overlap", "partition_options.examples_per_client": 400,
+                "rounds": 100, "batch_size": 4, "model": "papers-cnn"},
+    "lfw": {**_FEDERATED, "partition": "overlap", "partition_options.examples_per_client": 300,
+            "partition_options.shards_per_client": 15, "rounds": 60, "batch_size": 3, "model": "papers-cnn"},
+    "adult": {**_FEDERATED, "partition": "iid", "partition_options.examples_per_client": 300, "rounds": 10,
+              "batch_size": 3, "model": "papers-mlp"},
+    "cancer": {**_FEDERATED, "partition": "copies", "partition_options.examples_per_client": 400, "rounds": 3,
+               "batch_size": 4, "model": "papers-mlp"},
+}  # fmt: skip
+
+_CENTRAL: Values = {**_RUN, "clients": 1, "partition": "iid", "cohort_size": None}
+CENTRAL: dict[str, Values] = {  # P2 Table II; T iterations are T/100 rounds of 100 steps
+    "mnist": {**_CENTRAL, "rounds": 100, "batch_size": 600, "model": "papers-cnn"},
+    "fashion_mnist": {**_CENTRAL, "rounds": 100, "batch_size": 600, "model": "papers-cnn"},
+    "cifar10": {**_CENTRAL, "rounds": 100, "batch_size": 500, "model": "papers-cnn"},
+    "lfw": {**_CENTRAL, "rounds": 60, "batch_size": 22, "model": "papers-cnn"},
+    "location30": {**_CENTRAL, "rounds": 50, "batch_size": 40, "model": "papers-mlp"},
+}
+
+LDP: dict[str, Values] = {  # P4 section 5
+    "mnist": {**_RUN, "partition": "iid", "clients": 100, "rounds": 10, "learning_rate": 0.03, "local_steps": 300,
+              "batch_size": 10, "model": "udp-mnist-cnn", "epsilon": 1.0, "radius": 0.075},
+    "fashion_mnist": {**_RUN, "partition": "iid", "clients": 200, "rounds": 15, "learning_rate": 0.03,
+                      "local_steps": 150, "batch_size": 10, "model": "udp-mnist-cnn", "epsilon": 5.0,
+                      "radius": 0.015},
+    "cifar10": {**_RUN, "partition": "iid", "clients": 500, "rounds": 15, "learning_rate": 0.015, "local_steps": 50,
+                "batch_size": 10, "model": "small-vgg", "epsilon": 10.0, "ranges": "adaptive"},
+}  # fmt: skip
+
+_UDP: Values = {**_RUN, "partition": "iid", "clients": 10, "rounds": 150, "learning_rate": 0.01, "calibrate": True,
+                "local_steps": 40}  # 2 epochs at sampling rate 0.05 are 40 steps  # fmt: skip
+UDP: dict[str, Values] = {  # P5 section 5.1
+    "mnist": {**_UDP, "batch_size": 300, "clip.bound": 1.0, "model": "udp-mnist-cnn"},
+    "medical_mnist": {**_UDP, "batch_size": 240, "clip.bound": 0.1, "model": "medical-cnn"},
+    "cifar10": {**_UDP, "batch_size": 250, "clip.bound": 0.01, "model": "resnet18-gn"},
+    "utkface": {**_UDP, "batch_size": 80, "clip.bound": 0.01, "model": "papers-cnn"},
+    "wind": {**_UDP, "partition": "groups", "clients": 7, "batch_size": 300, "clip.bound": 10.0,
+             "model": "wind-cnn", "delta": 1e-6},  # 126,700 records: 1e-5 would be above one in n
+}  # fmt: skip
+
+# CPU milliseconds on one core: per example of a step, and per step (noise, update). Measured, rounded up.
+_EXAMPLE_MS = {"papers-cnn": 0.1, "papers-mlp": 0.006, "udp-mnist-cnn": 0.07, "medical-cnn": 0.8, "small-vgg": 1.8,
+               "resnet18-gn": 45.0, "cpl-lenet": 0.3, "wind-cnn": 0.1, "logistic": 0.006}  # fmt: skip
+_COLOUR = {"cifar10": 1.5, "lfw": 1.5, "utkface": 1.5}
+_STEP_MS = {"papers-mlp": 0.02, "logistic": 0.02}  # others 0.1
+_TEST_ROWS = {
+    "mnist": 10000,
+    "fashion_mnist": 10000,
+    "cifar10": 4000,
+    "adult": 12211,
+    "medical_mnist": 1200,
+}
+_START = 1.5  # seconds to build the model and deal the data out (which is loaded once per table)
+
+
+def seconds(job: Job) -> float:
+    """Estimated seconds on one core."""
+    if isinstance(job, Train):
+        s = dict(job.settings)
+        model = s.get("model", "papers-cnn")
+        each = _EXAMPLE_MS[model] * _COLOUR.get(job.dataset, 1.0) / 1000
+        clients = float(s.get("cohort_size") or s["clients"])
+        iterations = clients * s["rounds"] * s["local_steps"]
+        looks = -(-s["rounds"] // s.get("evaluate_every", 1))
+        test = looks * 1.5 * each * _TEST_ROWS.get(job.dataset, 2000)
+        return _START + iterations * (s["batch_size"] * each + _STEP_MS.get(model, 0.1) / 1000) + test
+    if isinstance(job, Attack):
+        compiled = job.model == "cpl-lenet"
+        each = 0.9e-3 if job.dataset in _COLOUR else 0.4e-3  # an iteration on one image
+        return _START + job.victims * job.batch * each * (1 if compiled else 12) * (job.iterations or 2400)
+    if isinstance(job, Inference):
+        one = seconds(job.train) - _START
+        if job.kind == "attribute":
+            return _START + one + 8
+        if job.kind == "decoder":
+            return _START + one + 0.012 * job.pool
+        # canary queries: 30 gradient steps on every record of the pool through every shadow
+        return _START + (job.shadows + 1) * one + 10 + 0.04 * job.shadows * job.pool
+    if isinstance(job, Time):
+        s = dict(job.settings)
+        model = s.get("model", "papers-cnn")
+        step = s["batch_size"] * _EXAMPLE_MS[model] * _COLOUR.get(job.dataset, 1.0) + _STEP_MS.get(model, 0.1)
+        return _START + 6 * job.iterations * step / 1000  # once and twice as many, each warmed up first
+    return 0.05
+
+
+# One step of shrinking after the other: (clients, rounds, local steps, largest batch) are divided or capped.
+_LADDER = (
+    (10, 1, 1, 1000), (10, 2, 1, 1000), (10, 5, 1, 1000), (10, 5, 2, 300), (10, 10, 2, 100), (10, 20, 2, 100),
+    (20, 20, 5, 50), (20, 50, 10, 20), (20, 50, 20, 10),
+)  # fmt: skip
+LEVELS = len(_LADDER)
+_VICTIMS = (32, 16, 8, 8, 4, 4, 2, 2, 1)
+
+
+def shrink(job: Job, level: int, looks: int = 5) -> tuple[Job, str]:
+    """The job at a level of the ladder (0 is the paper's setting), and what was shrunk in words. A shorter run is tested
+    `looks` times."""
+    if level == 0:
+        return job, ""
+    if isinstance(job, Train):
+        return _shrink_run(job, level, looks)
+    if isinstance(job, Attack):
+        fewer = replace(job, victims=min(job.victims, _VICTIMS[level - 1]))
+        notes = [] if fewer.victims == job.victims else [f"victims {job.victims} → {fewer.victims}"]
+        if job.method == "gradinv" and level > 4:
+            fewer = replace(fewer, iterations=600)
+            notes.append(f"iterations {job.iterations} → 600")
+        if fewer.batch > 8:
+            fewer = replace(fewer, batch=8 if level < 7 else 2)
+            notes.append(f"images per update {job.batch} → {fewer.batch}")
+        return fewer, ", ".join(notes)
+    if isinstance(job, Inference):
+        inner, said = _shrink_run(job.train, max(level, 5), 1)
+        inner = with_settings(inner, limit=2000)
+        pool = {"membership": 200, "decoder": 1000}.get(job.kind, job.pool)
+        small = replace(job, train=inner, shadows=min(job.shadows, 4), pool=pool, victims=32)
+        more = {"membership": f", shadow models {job.shadows} → {small.shadows}, attacked rows {job.pool} → {pool}",
+                "decoder": f", the attacker's own rows {job.pool} → {pool}"}  # fmt: skip
+        return small, f"{said}, training rows → 2000{more.get(job.kind, '')}"
+    if isinstance(job, Time):
+        if seconds(job) < _START + 5:  # cheap as it is, and fewer iterations would measure the clock
+            return job, ""
+        few = max(1, job.iterations // (10 if level < 6 else 100))
+        return replace(job, iterations=few), f"timed iterations {job.iterations} → {few}"
+    return job, ""
+
+
+def _shrink_run(job: Train, level: int, looks: int) -> tuple[Train, str]:
+    by_clients, by_rounds, by_steps, largest = _LADDER[level - 1]
+    old = dict(job.settings)
+    new: Values = {}
+    cohort, clients = old.get("cohort_size"), old["clients"]
+    if cohort:
+        fewer = min(max(cohort // by_clients, min(cohort, 5)), 50)
+        new |= {"cohort_size": fewer, "clients": max(fewer, round(clients * fewer / cohort))}
+    elif clients > 20:
+        new["clients"] = max(20, clients // by_clients)
+    new["rounds"] = max(old["rounds"] // by_rounds, min(old["rounds"], 3))
+    new["local_steps"] = max(old["local_steps"] // by_steps, 5)
+    new["batch_size"] = min(old["batch_size"], largest)
+    if level > 2 and old.get("model") in ("resnet18-gn", "small-vgg", "medical-cnn"):
+        new["model"] = "papers-cnn"
+    new["evaluate_every"] = max(1, new["rounds"] // looks)
+    words = {"cohort_size": "clients per round", "local_steps": "local steps", "batch_size": "batch"}
+    said = [
+        f"{words.get(name, name)} {old[name]} → {value}"
+        for name, value in new.items()
+        if name in old and old[name] != value
+    ]
+    if cohort and new["cohort_size"] < cohort and job.recipe != "non-private":
+        said.append("fewer clients average out less noise")
+    if looks > 1 and new["evaluate_every"] > 1:
+        said.append(f"tested every {new['evaluate_every']} rounds")
+    return with_settings(job, **new), ", ".join(said)

@@ -1,0 +1,119 @@
+"""The contract between recipes and engines: what one client does in one round.
+
+`LocalPlan` is pure data. Every engine (stacked torch, torch.func, native, naive reference) turns
+(start weights, data rows, plan, keys) into the same local updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+ClipKind = Literal["none", "layer", "flat"]
+NoiseKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase"]
+LossKind = Literal["cross-entropy", "squared"]
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """Local SGD of one client for one round.
+
+    Step l:  g = (sum over the batch of clip(grad_example, bounds[l]) + noise) / expected_batch
+             v = momentum * v + g + proximal * (w - start) + penalty * (w - anchor) + control
+             w = w - learning_rate * v
+    noise has scale multipliers[l] * S with S = bounds[l] (sensitivity "bound"), or S = the largest clipped
+    per-example layer norm of this batch (sensitivity "l2-max"; for flat clipping the largest flat norm).
+    An empty batch still gets noise when S does not depend on the batch (with l2-max S = 0 then).
+    noise_on "sum": as written. "example": independent noise of that scale on every example before the sum
+    (equivalently sqrt(batch size) times the scale). "mean": scale * expected_batch on the sum.
+    clip "layer": each layer (weight and bias together) to bounds[l] on its own, norm `clip_norm`.
+    clip "flat": the whole gradient to bounds[l].
+    bound_rule "median": bounds[l] is replaced by the median over the batch of the per-example norms (per
+    layer when clip is "layer"; flat otherwise).
+    AdaClip: when `ClientWork.shift`/`scale` are given, each example's gradient is first mapped to
+    (g - shift) / scale, clipped and noised there, and the noised *mean* (sum / expected_batch) is mapped back
+    to scale * mean + shift. The realised batch size never enters: it would tell whether a record was drawn.
+
+    Details that every engine follows:
+    - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
+      outputs of (output - y)^2; y is float [n] or [n, outputs].
+    - clip factor min(1, bound / norm); norm `clip_norm` also for the median, for l2-max and for the reported
+      norms. The clipped norm that l2-max looks at is min(norm, bound); the norm itself when clip is "none".
+    - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then
+      the median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
+    - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
+    - noise is drawn as protect.noise.step_noise says: S * step_noise(...) is added to the sum. In step 0 the
+      momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
+    - grid > 0 (gaussian only, one S for all coordinates): the sum is rounded to multiples of grid and gets
+      discrete Gaussian noise on that grid: protect.noise.noised_sum does it for engines.
+    - with a clip, an example whose loss or norm (of any layer) is not finite gets clip factor 0 in all layers: it adds
+      nothing, which is within every bound. It counts in `skipped` and in `examples`, not in the median, in l2-max
+      or in the means; the noise does not change.
+    - a client whose weights (without a clip: or loss or norms) are not finite at any step stops there: finite False,
+      delta 0.
+    """
+
+    steps: int
+    learning_rate: float
+    expected_batch: float
+    momentum: float = 0.0
+    clip: ClipKind = "none"
+    clip_norm: Literal["l1", "l2"] = "l2"
+    bounds: tuple[float, ...] = ()  # length steps when clip != "none" or noise != "none"
+    bound_rule: Literal["given", "median"] = "given"
+    sensitivity: Literal["bound", "l2-max"] = "bound"
+    noise: NoiseKind = "none"
+    multipliers: tuple[float, ...] = ()
+    nu: float | None = None  # Staircase shape
+    noise_on: Literal["sum", "example", "mean"] = "sum"
+    proximal: float = 0.0
+    penalty: float = 0.0
+    loss: LossKind = "cross-entropy"
+    grid: float = 0.0  # spacing of the discrete Gaussian; 0: float noise
+
+
+@dataclass(frozen=True)
+class ClientWork:
+    """One client's share: which rows in which step, and its own keys and vectors.
+
+    rows: int32 [steps, width], row numbers into the shared x/y arrays, padded with -1 at the end of a row.
+    noise_key: 16 bytes; the noise of step l is the stream (noise_key, l) of protect.noise, in flat
+    parameter order.
+    """
+
+    client: int
+    rows: np.ndarray
+    noise_key: bytes
+    control: np.ndarray | None = None  # SCAFFOLD: server minus client control variate, added to the gradient
+    anchor: np.ndarray | None = None  # UDP-FL: w_max
+    shift: np.ndarray | None = None  # AdaClip
+    scale: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """Updates and diagnostics of the clients of one chunk, in the order of the work list.
+
+    delta: [K, P] final minus start weights. finite: [K]; a client whose training ended in NaN or infinity is False
+    and its delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
+    gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below
+    the bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier
+    [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound
+    (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
+    below_count / examples. skipped [K]: the pairs whose gradient was not finite and added nothing. Means are over
+    the other pairs; over no example they are 0. noise_scale averages over steps (and layers); without
+    noise it is 0. A client that is not finite has zeros in all figures but examples.
+    """
+
+    delta: np.ndarray
+    finite: np.ndarray
+    loss: np.ndarray
+    norm_mean: np.ndarray
+    norm_max: np.ndarray
+    unclipped: np.ndarray
+    noise_scale: np.ndarray
+    examples: np.ndarray  # [K] number of (example, step) pairs used
+    below_count: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    skipped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -1,0 +1,171 @@
+"""The compiled engine: one client per thread, its whole local run in C++ (src/native).
+
+Optional: without the extension `available()` is False and the torch engines are used. Results are the same bits for
+any number of threads; instruction sets (AVX-512, AVX2, plain) differ in rounding, never in noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fedveil.errors import UserError
+from fedveil.models import compile
+from fedveil.models.layout import Layout, layout_of
+from fedveil.protect import noise
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+
+_KINDS = ("linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm")
+_CLIPS = ("none", "layer", "flat")
+_LAWS = ("none", "gaussian", "laplace", "staircase", "joint-staircase")
+_PLACES = ("sum", "example", "mean")
+
+
+def available() -> bool:
+    """Whether the compiled extension is installed and fits this version."""
+    return noise._native is not None
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """What this CPU can run, best first; empty without the extension."""
+    return tuple(noise._native.instruction_sets()) if noise._native is not None and available() else ()
+
+
+def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
+    """None if this engine can train the module by this plan, else the reason, naming the layer."""
+    if not available():
+        return "the compiled extension is not installed"
+    if plan.grid > 0 and plan.noise != "none" and (plan.noise != "gaussian" or plan.bound_rule == "median"):
+        return "noise on a grid needs Gaussian noise and one bound"
+    return compile.why_not(module)
+
+
+def train(
+    module: nn.Module,
+    start: np.ndarray,
+    x: Any,
+    y: Any,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    *,
+    threads: int = 1,
+    isa: str = "auto",
+) -> LocalResult:
+    """Local training of every client in `work`; see `LocalPlan` and `LocalResult`.
+
+    isa: one of `instruction_sets()`; "auto" takes the first.
+
+    Formal guarantee: as training.pool.train; noise comes from the client's key alone and is that of
+    protect.noise.step_noise bit for bit.
+    """
+    reason = why_not(module, plan)
+    if reason:
+        raise UserError(f"The native engine cannot be used: {reason}. Use engine = 'auto'.")
+    features = np.ascontiguousarray(x, np.float32)
+    layers = compile.compile_layers(module, features.shape[1:])
+    layout = layout_of(module)
+    fields, eps, unit_begin = _fields(layers, layout)
+    outputs = layers[-1].after[0]
+    squared = plan.loss == "squared"
+    labels = None if squared else np.ascontiguousarray(y, np.int64).reshape(-1)
+    targets = np.ascontiguousarray(y, np.float32).reshape(len(features), -1) if squared else None
+    if targets is not None and targets.shape[1] != outputs:
+        raise UserError(f"The model has {outputs} outputs but y has {targets.shape[1]} columns.")
+    count = len(work)
+    columns = 1 if plan.clip == "flat" else layout.layers
+    delta = np.empty((count, layout.size), np.float32)
+    norms = np.empty((2, count * columns))
+    facts = np.empty((count, 7))
+    clients = [
+        (
+            np.ascontiguousarray(w.rows, np.int32),
+            bytes(w.noise_key),
+            *map(_vector, (w.control, w.anchor, w.shift, w.scale)),
+        )
+        for w in work
+    ]
+    assert noise._native is not None
+    try:
+        noise._native.train(
+            fields, eps, unit_begin, int(np.prod(features.shape[1:])), outputs, _settings(plan),
+            features, labels, targets, np.ascontiguousarray(start, np.float32), clients, delta, norms, facts,
+            threads, isa,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise UserError(f"The native engine cannot use this input: {problem}.") from problem
+    mean, largest = norms.reshape(2, count, columns)
+    finite, loss, unclipped, noise_scale, examples, below, skipped = facts.T
+    return LocalResult(
+        delta=delta,
+        finite=finite.astype(bool),
+        loss=loss,
+        norm_mean=mean,
+        norm_max=largest,
+        unclipped=unclipped,
+        noise_scale=noise_scale,
+        examples=examples.astype(np.int64),
+        below_count=below,
+        skipped=skipped.astype(np.int64),
+    )
+
+
+def _vector(values: np.ndarray | None) -> np.ndarray | None:
+    return None if values is None else np.ascontiguousarray(values, np.float32)
+
+
+def _fields(
+    layers: Sequence[compile.LayerDescription], layout: Layout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The layers as numbers (order: struct Layer in engine.h), and where each clipped layer begins."""
+    offset = dict(zip(layout.names, layout.offsets, strict=True))
+    rows = []
+    for layer in layers:
+        prefix = f"{layer.name}." if layer.name else ""
+        rows.append([
+            _KINDS.index(layer.kind),
+            layout.layer_names.index(layer.name) if layer.weight else -1,
+            *layer.before, *layer.after, *layer.kernel, *layer.stride, *layer.padding, layer.groups,
+            offset[prefix + "weight"] if layer.weight else -1,
+            offset[prefix + "bias"] if layer.bias else -1,
+        ])  # fmt: skip
+    begin = [part.start for part in layout.layer_slices()] + [layout.size]
+    return (
+        np.array(rows, np.int64),
+        np.array([layer.eps for layer in layers], np.float32),
+        np.array(begin, np.int64),
+    )
+
+
+def _settings(plan: LocalPlan) -> dict[str, Any]:
+    steps: dict[str, Any] = dict.fromkeys(
+        ("bounds", "multipliers", "lambdas", "nus", "per_lambda", "threshold", "slope_in", "slope_out")
+    )
+    if plan.bounds:
+        steps["bounds"] = np.array(plan.bounds, np.float64)
+    if plan.multipliers:
+        steps["multipliers"] = np.array(plan.multipliers, np.float64)
+    if plan.noise in ("staircase", "joint-staircase"):
+        shapes = [noise.staircase_shape(multiplier, plan.nu) for multiplier in plan.multipliers]
+        names = ("lambdas", "nus", "per_lambda", "threshold", "slope_in", "slope_out")
+        for name, values in zip(names, zip(*shapes, strict=True), strict=True):
+            steps[name] = np.array(values, np.float64)
+    return {
+        **steps,
+        "steps": plan.steps,
+        "learning_rate": float(plan.learning_rate),
+        "expected_batch": float(plan.expected_batch),
+        "momentum": float(plan.momentum),
+        "proximal": float(plan.proximal),
+        "penalty": float(plan.penalty),
+        "grid": float(plan.grid) if plan.noise != "none" else 0.0,
+        "clip": _CLIPS.index(plan.clip),
+        "noise": _LAWS.index(plan.noise),
+        "noise_on": _PLACES.index(plan.noise_on),
+        "l1": plan.clip_norm == "l1",
+        "median": plan.bound_rule == "median",
+        "l2_max": plan.sensitivity == "l2-max",
+        "squared": plan.loss == "squared",
+    }

@@ -1,0 +1,179 @@
+"""The oracle: one client, one step, one example at a time, written to be read.
+
+Every engine is tested against this one. It follows the text of `training.contract` line by line and makes no
+attempt to be fast. Figures of a client that used no example, or that ended in NaN or infinity, are zeros; clip "none"
+has no bound, so that every example counts as below it; with one S per layer the recorded noise scale is
+the mean over layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.protect.noise import noised_sum, step_noise
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+
+
+def train(
+    module: nn.Module,
+    start: np.ndarray,
+    x: Any,
+    y: Any,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    *,
+    threads: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> LocalResult:
+    """Local training of every client in `work`; see `LocalPlan` and `LocalResult`. `threads` is ignored."""
+    layout = layout_of(module)
+    clients = [_client(module, layout, start, x, y, one, plan, dtype) for one in work]
+    figures = {name: np.array([c[name] for c in clients]) for name in _nothing(layout, plan)}
+    return LocalResult(**figures)
+
+
+def _client(
+    module: nn.Module,
+    layout: Layout,
+    start: np.ndarray,
+    x: Any,
+    y: Any,
+    work: ClientWork,
+    plan: LocalPlan,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    first = torch.as_tensor(np.asarray(start), dtype=dtype)
+    weights, velocity = first.clone(), torch.zeros_like(first)
+    layers = layout.layer_slices()
+    parts = (slice(0, layout.size),) if plan.clip == "flat" else layers  # what one norm is taken of
+    losses: list[float] = []
+    norms: list[list[float]] = []
+    below, scales, skipped, drawn = 0.0, [], 0, 0
+    for step in range(plan.steps):
+        rows = [int(r) for r in work.rows[step] if r >= 0]
+        drawn += len(rows)
+        gradients, sizes = [], []
+        for row in rows:
+            loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
+            if work.shift is not None:
+                gradient = (gradient - _vector(work.shift, dtype)) / _vector(work.scale, dtype)
+            size = [_norm(gradient[part], plan.clip_norm) for part in parts]
+            if plan.clip != "none" and not all(map(math.isfinite, [loss, *size])):
+                skipped += 1
+                continue
+            losses.append(loss)
+            gradients.append(gradient)
+            sizes.append(size)
+        bounds = _bounds(plan, step, sizes, len(parts))
+        total = torch.zeros_like(first)
+        largest = 0.0
+        for gradient, size in zip(gradients, sizes, strict=True):
+            clipped = gradient.clone()
+            for part, norm, bound in zip(parts, size, bounds, strict=True):
+                if norm > bound:
+                    clipped[part] *= bound / norm
+                largest = max(largest, min(norm, bound))
+                below += (norm <= bound) / len(parts)
+            total += clipped
+        norms += sizes
+        if plan.noise != "none":
+            if plan.sensitivity == "l2-max":
+                sensitivities = [largest] * len(parts)
+            else:
+                sensitivities = bounds if plan.clip != "none" else [plan.bounds[step]] * len(parts)
+            if plan.grid > 0:
+                same = set(sensitivities)
+                single = same.pop() if len(same) == 1 else np.array(sensitivities)
+                total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), dtype)
+            else:
+                noise = _vector(step_noise(plan, work, step, len(rows), layout.size), dtype)
+                for part, sensitivity in zip(parts, sensitivities, strict=True):
+                    total[part] += sensitivity * noise[part]
+            scales.append(plan.multipliers[step] * sum(sensitivities) / len(parts))
+        gradient = total / plan.expected_batch
+        if work.shift is not None:
+            gradient = _vector(work.scale, dtype) * gradient + _vector(work.shift, dtype)
+        velocity = plan.momentum * velocity + gradient + plan.proximal * (weights - first)
+        if work.anchor is not None:
+            velocity += plan.penalty * (weights - _vector(work.anchor, dtype))
+        if work.control is not None:
+            velocity += _vector(work.control, dtype)
+        weights = weights - plan.learning_rate * velocity
+    used = len(losses)
+    healthy = (
+        all(map(math.isfinite, losses)) and bool(np.isfinite(norms).all()) and bool(weights.isfinite().all())
+    )
+    nothing = _nothing(layout, plan)
+    if not healthy:
+        return {**nothing, "finite": False, "examples": drawn}
+    return {
+        **nothing,
+        "delta": (weights - first).numpy(),
+        "loss": np.mean(losses) if used else 0.0,
+        "norm_mean": np.mean(norms, axis=0) if used else nothing["norm_mean"],
+        "norm_max": np.max(norms, axis=0) if used else nothing["norm_max"],
+        "unclipped": below / drawn if drawn else 0.0,
+        "noise_scale": np.mean(scales) if scales else 0.0,
+        "examples": drawn,
+        "below_count": below,
+        "skipped": skipped,
+    }
+
+
+def example_gradient(
+    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Any, y: Any, loss: str
+) -> tuple[float, torch.Tensor]:
+    """Loss and flat gradient of one example at `weights`, by plain autograd."""
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in unflatten(weights, layout).items()}
+    image = torch.as_tensor(np.asarray(x)).to(weights.dtype)[None]
+    with torch.enable_grad():
+        output = functional_call(module, parameters, (image,))
+        if loss == "cross-entropy":
+            value = nn.functional.cross_entropy(output, torch.as_tensor(np.asarray(y)).long().reshape(1))
+        else:
+            target = torch.as_tensor(np.asarray(y)).to(weights.dtype)
+            value = nn.functional.mse_loss(output.reshape(-1), target.reshape(-1))
+        gradients = torch.autograd.grad(value, [parameters[name] for name in layout.names])
+    gradient = torch.cat([g.reshape(-1) for g in gradients])
+    return value.item(), gradient
+
+
+def _bounds(plan: LocalPlan, step: int, sizes: list[list[float]], parts: int) -> list[float]:
+    if plan.clip == "none":
+        return [math.inf] * parts
+    if plan.bound_rule == "median":
+        return list(np.median(sizes, axis=0)) if sizes else [0.0] * parts
+    return [plan.bounds[step]] * parts
+
+
+def _norm(vector: torch.Tensor, kind: str) -> float:
+    return float(torch.linalg.vector_norm(vector, 1 if kind == "l1" else 2))
+
+
+def _vector(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values)).to(dtype)
+
+
+def _nothing(layout: Layout, plan: LocalPlan) -> dict[str, Any]:
+    """The figures of a client that used no example."""
+    columns = 1 if plan.clip == "flat" else layout.layers
+    return {
+        "delta": np.zeros(layout.size, np.float32),
+        "finite": True,
+        "loss": 0.0,
+        "norm_mean": np.zeros(columns),
+        "norm_max": np.zeros(columns),
+        "unclipped": 0.0,
+        "noise_scale": 0.0,
+        "examples": 0,
+        "below_count": 0.0,
+        "skipped": 0,
+    }

@@ -1,0 +1,429 @@
+"""Local SGD of a stack of clients, around a function that returns clipped sums of gradients.
+
+`stacked` and `functional` differ in how they get a batch's clipped sum; batches, noise, momentum, the extra terms and the
+figures are the same and live here. Weights of K clients are one matrix [K, P].
+
+Bit for bit the same result for any chunk: nothing in a client's arithmetic may depend on its neighbours in the
+stack. Clients are passed through the network together only if their batches have the same *width*, and a client's
+width follows from its own rows alone. Padded rows have zero loss gradient and count nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from fedveil.errors import UserError
+from fedveil.models.layout import Layout
+from fedveil.protect import noise
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.torch.many_normals import Normals
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How the gradients of one pass are to be clipped. `bound` None: the median of the batch's norms."""
+
+    kind: str  # none | layer | flat
+    norm: str = "l2"
+    bound: float | None = None
+    norms: bool = True  # are per-example norms wanted even though nothing is clipped?
+    shift: Tensor | None = None  # AdaClip, [K, P]
+    scale: Tensor | None = None
+
+    def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]."""
+        bound = self.median(norms, mask) if self.bound is None else norms.new_full((1, 1, 1), self.bound)
+        factors = torch.where(norms > bound, bound / norms, 1.0)
+        return (factors if mask is None else factors * mask[:, :, None]), bound
+
+    def of(self, client: int) -> Clipping:
+        """The same for one client of the stack."""
+        if self.shift is None or self.scale is None:
+            return self
+        here = slice(client, client + 1)
+        return replace(self, shift=self.shift[here], scale=self.scale[here])
+
+    @staticmethod
+    def median(norms: Tensor, mask: Tensor | None) -> Tensor:
+        """Median over the real rows of a batch, [K, 1, L]."""
+        if mask is None:
+            ordered, count = norms.sort(1).values, norms.new_full((len(norms), 1, 1), norms.shape[1])
+        else:
+            ordered = norms.masked_fill(mask[:, :, None] == 0, torch.inf).sort(1).values
+            count = mask.sum(1)[:, None, None]
+        lower, upper = ((count - 1) // 2).clamp(min=0).long(), (count // 2).long()
+        shape = (-1, 1, norms.shape[2])
+        middle = (ordered.gather(1, lower.expand(shape)) + ordered.gather(1, upper.expand(shape))) / 2
+        return torch.where(count > 0, middle, 0.0)
+
+
+class Pass(NamedTuple):
+    """What one pass of a group of clients gave."""
+
+    total: Tensor  # [K, P] sum of clipped gradients
+    loss: Tensor  # [K, B], 0 for padded rows
+    norms: Tensor | None  # [K, B, layers or 1]
+    bound: Tensor | None  # broadcasts against norms
+    used: Tensor | None  # [K, B], 1 for rows that count: not padding, and finite if clipped. None: all
+
+
+class Network(Protocol):
+    """A model that can push a group of clients through at once."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def rows(self) -> int: ...  # at most so many rows per client and pass (memory, cache)
+    def encode(self, flat: Tensor) -> Tensor: ...  # flat order -> the order this network keeps weights in
+    def decode(self, own: Tensor) -> Tensor: ...
+    def clipped(
+        self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
+    ) -> Pass: ...
+
+
+class _Figures:
+    """Running figures of a chunk; float64, private to the client's side."""
+
+    def __init__(self, clients: int, columns: int, device: torch.device) -> None:
+        zero = torch.zeros(clients, dtype=torch.float64, device=device)
+        self.loss, self.below, self.scale = zero, zero.clone(), zero.clone()
+        self.norm_sum = zero[:, None].repeat(1, columns)
+        self.norm_max = self.norm_sum.clone()
+        self.skipped = zero.clone()
+
+    def add(self, members: Tensor | slice, result: Pass, mask: Tensor | None) -> None:
+        if result.used is not mask and result.used is not None:
+            real = float(result.used.shape[1]) if mask is None else mask.sum(1, dtype=torch.float64)
+            self.skipped[members] += real - result.used.sum(1, dtype=torch.float64)
+        mask = result.used
+        self.loss[members] += result.loss.sum(1, dtype=torch.float64)
+        if result.norms is None:
+            return
+        norms = result.norms if mask is None else result.norms * mask[:, :, None]
+        self.norm_sum[members] += norms.sum(1, dtype=torch.float64)
+        self.norm_max[members] = torch.maximum(self.norm_max[members], norms.amax(1).double())
+        if result.bound is not None:
+            below = (result.norms <= result.bound).to(norms.dtype)
+            below = below if mask is None else below * mask[:, :, None]
+            self.below[members] += below.sum((1, 2), dtype=torch.float64) / norms.shape[2]
+
+
+def run(
+    network: Network,
+    start: np.ndarray,
+    x: Tensor,
+    y: Tensor,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    *,
+    dtype: torch.dtype = torch.float32,
+    norms: bool = True,
+) -> LocalResult:
+    """Train the clients of `work` as one stack, or as few as their kinds of vectors allow."""
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for k, one in enumerate(work):
+        if len(one.rows) != plan.steps:
+            raise UserError(
+                f"client {one.client} has rows for {len(one.rows)} steps, but the plan has {plan.steps}."
+            )
+        kind = tuple(v is not None for v in (one.control, one.anchor, one.shift, one.scale))
+        kinds.setdefault(kind, []).append(k)
+    with torch.no_grad():
+        parts = [
+            (members, _stack(network, start, x, y, [work[k] for k in members], plan, dtype, norms))
+            for members in kinds.values()
+        ]
+    if len(parts) == 1:
+        return parts[0][1]
+    order = np.argsort(np.concatenate([members for members, _ in parts])) if parts else np.zeros(0, int)
+    return reorder(join([result for _, result in parts], network.layout, plan), order)
+
+
+def _stack(
+    network: Network,
+    start: np.ndarray,
+    x: Tensor,
+    y: Tensor,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    dtype: torch.dtype,
+    norms: bool,
+) -> LocalResult:
+    device, clients = x.device, len(work)
+
+    def stack(vectors: list[Any]) -> Tensor | None:
+        if vectors[0] is None:
+            return None
+        return network.encode(torch.as_tensor(np.stack(vectors)).to(device, dtype))
+
+    first = network.encode(torch.as_tensor(np.array(start)).to(device, dtype)[None])
+    control, anchor = stack([w.control for w in work]), stack([w.anchor for w in work])
+    shift, scale = stack([w.shift for w in work]), stack([w.scale for w in work])
+    weights = first.repeat(clients, 1)
+    velocity = torch.zeros_like(weights) if plan.momentum else None
+    counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
+    widths = np.stack([_widths(c) for c in counts])
+    rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
+    figures = _Figures(clients, 1 if plan.clip == "flat" else network.layout.layers, device)
+    noises = _Noise(plan, work, network.layout.size) if plan.noise != "none" else None
+    most_rows = int(widths.max(initial=0)) if plan.bound_rule == "median" else network.rows
+
+    for step in range(plan.steps):
+        clipping = _clipping(plan, step, norms)
+        largest, bound_used = None, None
+        groups = _groups(widths[:, step])
+        total = None if len(groups) == 1 else torch.zeros_like(weights)
+        for width, members in groups:
+            everyone = len(members) == clients
+            chosen: Any = slice(None) if everyone else torch.as_tensor(members, device=device)
+            own = weights if everyone else weights[chosen]
+            if shift is not None and scale is not None:
+                clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
+            part: Tensor | None = torch.zeros_like(own) if width == 0 else None
+            for at in range(0, width, max(most_rows, 1)):
+                end = min(width, at + most_rows)
+                picked = (rows[step, :, at:end] if everyone else rows[step, members, at:end]).reshape(-1)
+                images, targets = x.index_select(0, picked).to(dtype), y.index_select(0, picked)
+                mask = _mask(counts[members, step], at, end, own)
+                result = network.clipped(own, images, targets, mask, clipping, plan.loss)
+                part = result.total if part is None else part.add_(result.total)
+                figures.add(chosen, result, mask)
+                if plan.noise != "none" and plan.sensitivity == "l2-max":
+                    largest = weights.new_zeros(clients) if largest is None else largest
+                    clipped = _largest(result)
+                    largest[chosen] = torch.maximum(largest[chosen], clipped)
+                if result.bound is not None and plan.bound_rule == "median":
+                    if bound_used is None:
+                        bound_used = weights.new_zeros(clients, 1, result.bound.shape[2])
+                    bound_used[chosen] = result.bound
+            assert part is not None
+            if total is None:
+                total = part
+            else:
+                total[chosen] = part
+        assert total is not None
+        if noises is not None:
+            sensitivity = _sensitivity(plan, step, largest, bound_used, weights)
+            figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
+            total = noises.add(network, total, sensitivity, step, counts[:, step])
+        gradient = total.div_(plan.expected_batch)
+        if shift is not None and scale is not None:
+            gradient = gradient.mul_(scale).add_(shift)
+        if plan.proximal:
+            gradient.add_(weights - first, alpha=plan.proximal)
+        if plan.penalty and anchor is not None:
+            gradient.add_(weights - anchor, alpha=plan.penalty)
+        if control is not None:
+            gradient.add_(control)
+        if velocity is not None:
+            gradient = velocity.mul_(plan.momentum).add_(gradient)
+        weights.sub_(gradient, alpha=plan.learning_rate)
+    return _result(network.decode(weights - first), figures, counts.sum(1), plan)
+
+
+class _Noise:
+    """The noise of a stack: `step_noise` of every client, or the discrete law if the plan has a grid."""
+
+    def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int) -> None:
+        self.plan, self.work, self.size = plan, work, size
+        self.room = np.empty((len(work), size), np.float32)
+        fast = plan.noise == "gaussian" and plan.grid <= 0 and noise._native is None
+        self.normals = Normals([one.noise_key for one in work], size) if fast else None
+
+    def add(
+        self, network: Network, total: Tensor, sensitivity: Tensor, step: int, counts: np.ndarray
+    ) -> Tensor:
+        """The sums [K, P] with their noise; S per client [K, 1] or per client and layer."""
+        if self.plan.grid > 0:
+            flat, scales = network.decode(total).cpu().numpy(), sensitivity.cpu().numpy()
+            given = self.plan.sensitivity == "bound" and self.plan.bound_rule == "given"
+            for k, one in enumerate(self.work):
+                s = float(scales[k, 0]) if scales.shape[1] == 1 else scales[k]
+                s = self.plan.bounds[step] if given else s  # the same double in every engine
+                self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
+            return network.encode(torch.from_numpy(self.room).to(total))
+        self._draw(step, counts)
+        drawn = network.encode(torch.from_numpy(self.room).to(total))
+        if sensitivity.shape[1] == 1:
+            return total.addcmul_(drawn, sensitivity)
+        for column, layer in enumerate(network.layout.layer_slices()):
+            total[:, layer].addcmul_(drawn[:, layer], sensitivity[:, column : column + 1])
+        return total
+
+    def _draw(self, step: int, counts: np.ndarray) -> None:
+        if self.normals is None:
+            for k, one in enumerate(self.work):
+                self.room[k] = noise.step_noise(self.plan, one, step, int(counts[k]), self.size)
+            return
+        on = {"sum": np.ones(len(counts)), "mean": self.plan.expected_batch, "example": np.sqrt(counts)}
+        factors = np.broadcast_to(self.plan.multipliers[step] * on[self.plan.noise_on], len(counts))
+        self.normals.draw(step, factors.astype(np.float32), self.room)
+
+
+def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:
+    """Row numbers [steps, K, width], in each step the real ones first. The padding repeats the step's first
+    row: a pass over it cannot meet anything that the client's own data does not contain."""
+    out = np.zeros((steps, len(work), width), np.int64)
+    for k, one in enumerate(work):
+        real = one.rows >= 0
+        packed = one.rows
+        if (real[:, 1:] > real[:, :-1]).any():
+            packed = np.take_along_axis(packed, np.argsort(~real, axis=1, kind="stable"), axis=1)
+        used = min(width, packed.shape[1])
+        out[:, k, :used] = packed[:, :used]
+        out[:, k] = np.where(np.arange(width) < real.sum(1)[:, None], out[:, k], np.maximum(out[:, k, :1], 0))
+    return out
+
+
+def _widths(counts: np.ndarray) -> np.ndarray:
+    """Width of each step's pass: the count itself below 16 or when it never changes, else at most 1/8 more."""
+    if counts.size == 0 or (counts == counts[0]).all():
+        return counts
+    quantum = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(int) // 8)
+    return -(-counts // quantum) * quantum
+
+
+def _groups(widths: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    return [(int(width), np.flatnonzero(widths == width)) for width in np.unique(widths)]
+
+
+def _mask(counts: np.ndarray, at: int, end: int, like: Tensor) -> Tensor | None:
+    """1 for real rows, 0 for padding, [K, end - at]; None if all are real."""
+    if int(counts.min()) >= end:
+        return None
+    return torch.as_tensor(np.arange(at, end) < counts[:, None]).to(like)
+
+
+def _clipping(
+    plan: LocalPlan, step: int, norms: bool, shift: Tensor | None = None, scale: Tensor | None = None
+) -> Clipping:
+    bound = None if plan.clip == "none" or plan.bound_rule == "median" else plan.bounds[step]
+    wanted = norms or plan.sensitivity == "l2-max"
+    return Clipping(plan.clip, plan.clip_norm, bound, wanted, shift, scale)
+
+
+def _largest(result: Pass) -> Tensor:
+    """Largest clipped norm per client, [K]."""
+    assert result.norms is not None
+    clipped = result.norms if result.bound is None else torch.minimum(result.norms, result.bound)
+    clipped = clipped if result.used is None else clipped * result.used[:, :, None]
+    return clipped.amax((1, 2))
+
+
+def _sensitivity(
+    plan: LocalPlan, step: int, largest: Tensor | None, bounds: Tensor | None, like: Tensor
+) -> Tensor:
+    """S per client, [K, 1], or per client and layer, [K, layers]. Batch-dependent S of an empty batch is 0."""
+    if plan.sensitivity == "l2-max":
+        return like.new_zeros(len(like), 1) if largest is None else largest[:, None]
+    if plan.bound_rule == "median" and plan.clip != "none":
+        return like.new_zeros(len(like), 1) if bounds is None else bounds[:, 0]
+    return like.new_full((len(like), 1), plan.bounds[step])
+
+
+def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalPlan) -> LocalResult:
+    """Divide sums by counts; clients that met NaN or infinity get zeros."""
+    finite = delta.isfinite().all(1) & figures.norm_max.isfinite().all(1) & figures.loss.isfinite()
+    keep = finite.cpu().numpy()
+    skipped = figures.skipped.cpu().numpy().astype(np.int64) * keep
+    used = np.maximum(examples - skipped, 1)
+
+    def clean(values: Tensor, divisor: Any = None) -> np.ndarray:
+        array = values.cpu().numpy()
+        mask = keep.reshape(-1, *[1] * (array.ndim - 1))
+        divided = array if divisor is None else array / np.reshape(divisor, (-1, *[1] * (array.ndim - 1)))
+        return divided if keep.all() else np.where(mask, divided, np.zeros((), array.dtype))
+
+    below = figures.below if plan.clip != "none" else torch.as_tensor(examples, dtype=torch.float64)
+    return LocalResult(
+        delta=clean(delta),
+        finite=keep,
+        loss=clean(figures.loss, used),
+        norm_mean=clean(figures.norm_sum, used),
+        norm_max=clean(figures.norm_max),
+        unclipped=clean(below, np.maximum(examples, 1)),
+        noise_scale=clean(figures.scale, max(plan.steps, 1)),
+        examples=examples,
+        below_count=clean(below),
+        skipped=skipped,
+    )
+
+
+def usable(losses: Tensor, norms: Tensor, mask: Tensor | None) -> Tensor | None:
+    """[K, B], 1 for rows with finite loss [K, B] and norms [K, B, L] that `mask` does not leave out; None if no row
+    is broken."""
+    finite = losses.isfinite() & norms.isfinite().all(2)
+    if bool(finite.all()):
+        return None
+    return finite.to(norms) if mask is None else finite * mask
+
+
+def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> LocalResult:
+    """Several results as one, in order."""
+    if not parts:
+        columns = 1 if plan.clip == "flat" else layout.layers
+        none, figures = np.zeros(0), np.zeros((0, columns))
+        empty = np.zeros((0, layout.size), np.float32)
+        return LocalResult(
+            empty,
+            np.zeros(0, bool),
+            none,
+            figures,
+            figures,
+            none,
+            none,
+            np.zeros(0, int),
+            none,
+            np.zeros(0, int),
+        )
+    names = LocalResult.__dataclass_fields__
+    return LocalResult(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def reorder(result: LocalResult, order: np.ndarray) -> LocalResult:
+    """The same clients in another order."""
+    return LocalResult(**{name: getattr(result, name)[order] for name in LocalResult.__dataclass_fields__})
+
+
+def loss_and_gradient(outputs: Tensor, y: Tensor, mask: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """Per-example losses [N] and their gradients with respect to `outputs`; both 0 for padded rows."""
+    if kind == "cross-entropy":
+        logs = torch.log_softmax(outputs, 1)
+        labels = y.long()[:, None]
+        losses = logs.gather(1, labels)[:, 0].neg_()
+        gradient = logs.exp_().scatter_add_(1, labels, torch.full_like(losses, -1.0)[:, None])
+    else:
+        difference = outputs - y.to(outputs.dtype).view_as(outputs)
+        size = difference[0].numel()
+        losses = difference.square().flatten(1).sum(1).div_(size)
+        gradient = difference.mul_(2 / size)
+    if mask is not None:
+        column = mask.reshape(-1, *[1] * (gradient.dim() - 1))
+        losses = losses * mask.reshape(-1)
+        gradient = gradient.mul_(column)
+    return losses, gradient
+
+
+def check_targets(outputs: torch.Size, y: Tensor, kind: str) -> None:
+    """Refuse targets that the model's outputs cannot have, before any training. `outputs`: shape for one example."""
+    if kind == "cross-entropy":
+        if len(outputs) != 1:
+            raise UserError(
+                f"The model gives an output of shape {tuple(outputs)} per example; classification needs [classes]."
+            )
+        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= outputs[0]):
+            raise UserError(
+                f"Labels lie between {int(y.min())} and {int(y.max())}, but the model has {outputs[0]} outputs "
+                f"(labels 0 to {outputs[0] - 1}). Change the model's outputs or renumber the labels."
+            )
+    elif y.numel() and y[0].numel() != outputs.numel():
+        raise UserError(
+            f"A target has {y[0].numel()} values, but the model gives {outputs.numel()}; regression needs equal numbers."
+        )

@@ -1,0 +1,160 @@
+"""Any nn.Module: per-example gradients by torch.func. The same results as `stacked`, slower.
+
+One client at a time: under a second vmap over clients, torch may choose other kernels for other numbers of
+clients, and results would depend on the chunk.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedveil.errors import UserError
+from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.torch import descent
+from fedveil.training.torch.descent import Clipping, Pass
+
+Tensor = torch.Tensor
+_NUMBERS = 1 << 27  # per-example gradients that may be in memory at once (512 MiB of float32)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """None if per-example gradients of this module make sense, else the reason, naming the layer."""
+    for name, layer in module.named_modules():
+        where = f"layer '{name}' ({type(layer).__name__})"
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
+            layer.training or not layer.track_running_stats
+        ):
+            return (
+                f"{where} mixes the examples of a batch, so that no example's influence can be bounded; "
+                "use GroupNorm instead"
+            )
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+            return f"{where} draws random numbers that no seed here controls; remove it or set p = 0"
+    return None
+
+
+@dataclass(frozen=True)
+class Net:
+    """A module whose per-example gradients come from vmap(grad)."""
+
+    module: nn.Module
+    layout: Layout
+    rows: int
+
+    def encode(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def decode(self, own: Tensor) -> Tensor:
+        return own
+
+    def gradients(self, weights: Tensor, x: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
+        """Per-example gradients [B, P] and losses [B] of one client."""
+
+        def value(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
+            output = functional_call(self.module, parameters, (image[None],))
+            if loss == "cross-entropy":
+                return nn.functional.cross_entropy(output, target.long().reshape(1))
+            return nn.functional.mse_loss(output.reshape(-1), target.to(output.dtype).reshape(-1))
+
+        parameters = unflatten(weights, self.layout)
+        with torch.enable_grad():
+            by_name, losses = vmap(grad_and_value(value), in_dims=(None, 0, 0))(parameters, x, y)
+        found = torch.cat([by_name[name].flatten(1) for name in self.layout.names], 1)
+        return found.detach(), losses.detach()
+
+    def clipped(
+        self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
+    ) -> Pass:
+        """See `descent.Network`."""
+        results = [
+            self._one(
+                weights[k : k + 1], xs, ys, None if mask is None else mask[k : k + 1], clipping.of(k), loss
+            )
+            for k, (xs, ys) in enumerate(zip(x.chunk(len(weights)), y.chunk(len(weights)), strict=True))
+        ]
+        if len(results) == 1:
+            return results[0]
+        bounds = [r.bound for r in results if r.bound is not None]
+        norms = [r.norms for r in results if r.norms is not None]
+        return Pass(
+            torch.cat([r.total for r in results]),
+            torch.cat([r.loss for r in results]),
+            torch.cat(norms) if norms else None,
+            torch.cat(bounds) if bounds else None,
+            None
+            if all(r.used is None for r in results)
+            else torch.cat([torch.ones_like(r.loss) if r.used is None else r.used for r in results]),
+        )
+
+    def _one(
+        self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
+    ) -> Pass:
+        found, losses = self.gradients(weights[0], x, y, loss)
+        raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
+        if clipping.shift is not None and clipping.scale is not None:
+            found = (found - clipping.shift) / clipping.scale
+        if clipping.kind == "none" and not clipping.norms:
+            total = found.sum(0) if mask is None else mask[0] @ found
+            return Pass(total[None], losses, None, None, mask)
+        parts = (slice(0, self.layout.size),) if clipping.kind == "flat" else self.layout.layer_slices()
+        order = 1 if clipping.norm == "l1" else 2
+        norms = torch.stack([torch.linalg.vector_norm(found[:, p], order, dim=1) for p in parts], 1)[None]
+        if clipping.kind == "none":
+            total = found.sum(0) if mask is None else mask[0] @ found
+            return Pass(total[None], losses, norms, None, mask)
+        used = descent.usable(raw, norms, mask)
+        if used is not None:
+            mask, out = used, used == 0
+            found, losses, norms = (
+                found.masked_fill(out[0, :, None], 0),
+                losses.masked_fill(out, 0),
+                norms.masked_fill(out[:, :, None], 0),
+            )
+        factors, bound = clipping.factors(norms, mask)
+        total = torch.cat([factors[0, :, i] @ found[:, part] for i, part in enumerate(parts)])
+        return Pass(total[None], losses, norms, bound, mask)
+
+
+def train(
+    module: nn.Module,
+    start: np.ndarray,
+    x: Any,
+    y: Any,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    *,
+    threads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    chunk: int | None = None,
+    device: str = "cpu",
+    norms: bool = True,
+) -> LocalResult:
+    """Local training of every client in `work`; the arguments are those of `stacked.train`."""
+    reason = why_not(module)
+    if reason:
+        raise UserError(f"This model cannot be trained with per-example gradients: {reason}.")
+    data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
+    layout = layout_of(module)
+    module = module if device == "cpu" else copy.deepcopy(module).to(device)
+    net = Net(module, layout, max(1, _NUMBERS // max(layout.size, 1)))
+    with torch.no_grad():
+        first = torch.as_tensor(np.array(start)).to(device, dtype)
+        outputs = functional_call(
+            module, unflatten(first, layout), (data.new_zeros(1, *data.shape[1:]).to(dtype),)
+        )
+    descent.check_targets(outputs.shape[1:], targets, plan.loss)
+    size = chunk or 1
+    parts = [
+        descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)
+        for at in range(0, len(work), size)
+    ]
+    return descent.join(parts, layout, plan)

@@ -1,0 +1,357 @@
+"""All clients of a chunk as one stack: the fast engine in plain torch.
+
+Clients are folded into the batch axis (client after client), weights are a matrix [K, P], and every layer with
+parameters multiplies by its own client's weights through batched matrix products. One forward and
+one backward pass capture each layer's input and the gradient of its output; from these come the per-example norms, the
+clip factors and the clipped sums, without a second backward pass:
+
+- the gradient of example b in a Linear or Conv2d layer is a sum of outer products  sum_t d[b,t] (x) a[b,t];
+  with one position (Linear) its norm is |d| |a|, with few it comes from two Gram matrices ("ghost norm"), else
+  the gradient is materialised;
+- the clipped sum is one batched product of the (scaled) d with a.
+
+Images are kept channels-last in memory; convolution weights in the order (out, row, column, in), so that a patch
+is a contiguous copy. A chunk's memory is bounded by `chunk_for`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedveil.errors import UserError
+from fedveil.models.layout import Layout, layout_of
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.torch import descent
+from fedveil.training.torch.descent import Clipping, Pass
+from fedveil.training.torch.layers import (
+    Conv,
+    Elementwise,
+    Free,
+    Given,
+    GroupNorm,
+    Layer,
+    Linear,
+    MaxPool,
+    Outer,
+    Relu,
+    materialise,
+    measure,
+    sum_up,
+)
+
+Tensor = torch.Tensor
+
+_ELEMENTWISE = (
+    nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
+    nn.Softsign, nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink,
+    nn.Softshrink, nn.Hardshrink, nn.Threshold,
+)  # fmt: skip
+_POOLING = (nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.Unflatten)
+_CACHE = 1 << 22  # numbers that a chunk may keep busy (16 MiB of float32): 7 clients of the papers' CNN
+_MOST_CLIENTS = 64
+
+
+def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The layers of a (nested) Sequential in order, with their names."""
+    if type(module) is not nn.Sequential:
+        return [(prefix, module)]
+    out = []
+    for name, child in module._modules.items():  # named_children() leaves out a layer that is used again
+        if child is not None:
+            out += leaves(child, f"{prefix}.{name}" if prefix else name)
+    return out
+
+
+def why_not(module: nn.Module) -> str | None:
+    """None if this engine can train the module, else the reason, naming the layer."""
+    if not any(True for _ in module.parameters()):
+        return "the model has no parameters"
+    seen: set[int] = set()
+    for name, leaf in leaves(module):
+        where = f"layer '{name}' ({type(leaf).__name__})" if name else f"the model ({type(leaf).__name__})"
+        if id(leaf) in seen and any(True for _ in leaf.parameters()):
+            return f"{where} is used twice"
+        seen.add(id(leaf))
+        reason = _leaf_reason(leaf)
+        if reason:
+            return f"{where} {reason}"
+    return None
+
+
+def _leaf_reason(leaf: nn.Module) -> str | None:
+    if leaf._forward_hooks or leaf._forward_pre_hooks:
+        return "has hooks"
+    kind = type(leaf)
+    if kind is nn.Conv2d:
+        if leaf.groups != 1:
+            return "has groups"
+        if leaf.padding_mode != "zeros" or isinstance(leaf.padding, str):
+            return "pads in an unusual way"
+        return None
+    if kind is nn.GroupNorm:
+        return None
+    if kind is nn.Dropout:
+        return "is active" if leaf.training and leaf.p != 0 else None
+    if kind is nn.MaxPool2d:
+        return "returns indices" if leaf.return_indices else None
+    if kind is nn.Flatten:
+        return "flattens the batch axis" if leaf.start_dim == 0 else None
+    if kind is nn.Unflatten and leaf.dim == 0:
+        return "changes the batch axis"
+    known = (nn.Linear, nn.ReLU, nn.Identity, *_ELEMENTWISE, *_POOLING)
+    return None if kind in known else "is not one that can be stacked"
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+def _layers(module: nn.Module, layout: Layout) -> list[Layer]:
+    """The module as a list of stackable layers."""
+    slices = layout.layer_slices()
+    found: list[Layer] = []
+    for name, leaf in leaves(module):
+        if isinstance(leaf, nn.Linear | nn.Conv2d) or (isinstance(leaf, nn.GroupNorm) and leaf.affine):
+            layer = layout.layer_names.index(name)
+            part = slices[layer]
+        if isinstance(leaf, nn.Linear):
+            found.append(Linear(layer, part, leaf.in_features, leaf.out_features, leaf.bias is not None))
+        elif isinstance(leaf, nn.Conv2d):
+            found.append(
+                Conv(
+                    layer,
+                    part,
+                    leaf.in_channels,
+                    leaf.out_channels,
+                    _pair(leaf.kernel_size),
+                    _pair(leaf.stride),
+                    _pair(leaf.padding),
+                    _pair(leaf.dilation),
+                    leaf.bias is not None,
+                )
+            )
+        elif isinstance(leaf, nn.GroupNorm) and leaf.affine:
+            found.append(GroupNorm(layer, part, leaf.num_channels, leaf.num_groups, leaf.eps))
+        elif isinstance(leaf, nn.GroupNorm):
+            found.append(Free(partial(torch.group_norm, num_groups=leaf.num_groups, eps=leaf.eps)))
+        elif isinstance(leaf, nn.ReLU):
+            found.append(Relu())
+        elif isinstance(leaf, nn.MaxPool2d):
+            stride = leaf.kernel_size if leaf.stride is None else leaf.stride
+            sides = _pair(leaf.kernel_size), _pair(stride), _pair(leaf.padding), _pair(leaf.dilation)
+            found.append(MaxPool(*sides, leaf.ceil_mode))
+        elif isinstance(leaf, _ELEMENTWISE):
+            found.append(Elementwise(leaf))
+        elif not isinstance(leaf, nn.Identity | nn.Dropout):
+            found.append(Free(leaf))
+    return _sharpen(found)
+
+
+def _sharpen(layers: list[Layer]) -> list[Layer]:
+    """Two exact rewrites: pool before ReLU (a maximum is the same either way, and so is its gradient), and no
+    convolution outputs that the next pool drops."""
+    out = list(layers)
+    for i in range(len(out) - 1):
+        if isinstance(out[i], Relu) and isinstance(out[i + 1], MaxPool):
+            out[i], out[i + 1] = out[i + 1], out[i]
+    for i, layer in enumerate(out):
+        if isinstance(layer, Conv):
+            after = next((other for other in out[i + 1 :] if not isinstance(other, Relu | Elementwise)), None)
+            if (
+                isinstance(after, MaxPool)
+                and after.padding == (0, 0)
+                and after.dilation == (1, 1)
+                and not after.ceil
+            ):
+                out[i] = replace(layer, pool=(after.kernel, after.stride))
+    return out
+
+
+@dataclass(frozen=True)
+class Net:
+    """A module compiled for stacks of clients."""
+
+    layout: Layout
+    layers: tuple[Layer, ...]
+    rows: int  # most rows per client and pass
+    row_cost: int  # numbers that one example keeps busy
+    outputs: torch.Size = field(default_factory=lambda: torch.Size([1]))
+
+    def _convs(self) -> list[Conv]:
+        return [c for c in self.layers if isinstance(c, Conv) and c.inputs > 1 and c.patch > c.inputs]
+
+    def encode(self, flat: Tensor) -> Tensor:
+        """From parameter order to this engine's order (convolution kernels channels-last)."""
+        return self._permuted(flat, lambda conv: (conv.inputs, conv.patch // conv.inputs))
+
+    def decode(self, own: Tensor) -> Tensor:
+        """Back to parameter order."""
+        return self._permuted(own, lambda conv: (conv.patch // conv.inputs, conv.inputs))
+
+    def _permuted(self, matrix: Tensor, shape: Callable[[Conv], tuple[int, int]]) -> Tensor:
+        convs = self._convs()
+        if not convs:
+            return matrix
+        out = matrix.clone()
+        for conv in convs:
+            part = slice(conv.part.start, conv.part.start + conv.outputs * conv.patch)
+            old, new = shape(conv)
+            view = (len(matrix), conv.outputs, new, old)
+            out[:, part].view(view).copy_(
+                matrix[:, part].view(len(matrix), conv.outputs, old, new).transpose(2, 3)
+            )
+        return out
+
+    def clipped(
+        self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
+    ) -> Pass:
+        """Losses, norms and the clipped sum of a group of clients (see `descent.Network`)."""
+        result = self._pass(weights, x, y, mask, clipping, loss)
+        if clipping.kind == "none" or result.norms is None:
+            return result
+        used = descent.usable(result.loss, result.norms, mask)
+        # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
+        return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
+
+    def _pass(
+        self,
+        weights: Tensor,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        clipping: Clipping,
+        loss: str,
+        without: Tensor | None = None,
+    ) -> Pass:
+        """One pass; the captured gradients of the rows in `without` [K, B] are taken for 0 whatever they are."""
+        clients = len(weights)
+        tape = []
+        out = x
+        for layer in self.layers:
+            out, saved = layer.forward(weights, out)
+            tape.append(saved)
+        losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
+        losses = losses.view(clients, -1)
+        if without is not None:
+            losses = losses.masked_fill(without, 0)
+        total = torch.empty_like(weights)
+        first = next(i for i, layer in enumerate(self.layers) if layer.layer is not None)
+        norms, bounds = [losses] * self.layout.layers, [losses] * self.layout.layers
+        waiting: list[tuple[slice, Outer | Given]] = []
+        for i in range(len(self.layers) - 1, first - 1, -1):
+            layer = self.layers[i]
+            back, capture = layer.backward(weights, tape.pop(), gradient, i > first)
+            gradient = gradient if back is None else back
+            if layer.layer is None or capture is None:
+                continue
+            if clipping.shift is not None and clipping.scale is not None:
+                capture = _mapped(capture, clipping.shift[:, layer.part], clipping.scale[:, layer.part])
+            if without is not None:
+                capture = _cleared(capture, without)
+            if clipping.kind != "none" or clipping.norms:
+                norms[layer.layer], capture = measure(capture, clipping.norm)
+            if clipping.kind == "flat":  # the factor needs every layer's norm
+                waiting.append((layer.part, capture))
+                continue
+            factors = mask
+            if clipping.kind == "layer":
+                wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
+                factors = wide[:, :, 0]
+            sum_up(capture, factors, total[:, layer.part])
+        if clipping.kind == "none" and not clipping.norms:
+            return Pass(total, losses, None, None, mask)
+        every = torch.stack(norms, 2)
+        if clipping.kind == "none":
+            return Pass(total, losses, every, None, mask)
+        if clipping.kind == "layer":
+            bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
+            return Pass(total, losses, every, bound, mask)
+        flat = torch.linalg.vector_norm(every, 1 if clipping.norm == "l1" else 2, dim=2, keepdim=True)
+        wide, bound = clipping.factors(flat, mask)
+        for part, capture in waiting:
+            sum_up(capture, wide[:, :, 0], total[:, part])
+        return Pass(total, losses, flat, bound, mask)
+
+
+def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
+    """AdaClip: every example's gradient as (g - shift) / scale."""
+    parts, at = [], 0
+    for part in materialise(capture).parts:
+        end = at + part.shape[2]
+        parts.append((part - shift[:, None, at:end]) / scale[:, None, at:end])
+        at = end
+    return Given(tuple(parts))
+
+
+def _cleared(capture: Outer | Given, rows: Tensor) -> Outer | Given:
+    """The same with zeros for these rows [K, B] (a factor 0 would leave NaN as it is)."""
+    if isinstance(capture, Given):
+        return Given(tuple(part.masked_fill(rows[:, :, None], 0) for part in capture.parts))
+    wide = rows[:, :, None, None]
+    return replace(capture, a=capture.a.masked_fill(wide, 0), d=capture.d.masked_fill(wide, 0))
+
+
+def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:
+    """Compile a module for examples of `shape`; UserError if `why_not` has a reason."""
+    reason = why_not(module)
+    if reason:
+        raise UserError(f"The stacked engine cannot train this model: {reason}. Use engine = auto.")
+    layout = layout_of(module)
+    layers = tuple(_layers(module, layout))
+    weights, out, cost = torch.zeros(1, layout.size), torch.zeros(1, *shape), 0
+    with torch.no_grad():
+        for layer in layers:
+            out, saved = layer.forward(weights, out)
+            cost += out.numel()
+            if isinstance(layer, Conv):
+                cost += saved[0].numel() + layer.patch * layer.outputs
+    return Net(layout, layers, max(1, _CACHE // max(cost, 1)), cost, out.shape[1:])
+
+
+def typical_width(work: ClientWork) -> int:
+    """A client's mean batch, rounded up; at least 1."""
+    return max(1, math.ceil((work.rows >= 0).sum() / max(len(work.rows), 1)))
+
+
+def chunk_for(net: Net, width: int) -> int:
+    """How many clients with batches of `width` rows share a stack: as many as the cache holds, at most 64."""
+    per_client = net.row_cost * min(max(width, 1), net.rows) + 3 * net.layout.size
+    return int(min(_MOST_CLIENTS, max(1, _CACHE // per_client)))
+
+
+def train(
+    module: nn.Module,
+    start: np.ndarray,
+    x: Any,
+    y: Any,
+    work: Sequence[ClientWork],
+    plan: LocalPlan,
+    *,
+    threads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    chunk: int | None = None,
+    device: str = "cpu",
+    norms: bool = True,
+) -> LocalResult:
+    """Local training of every client in `work`, `chunk` clients at a time.
+
+    `norms` False leaves out the gradient norms (zeros in the result) where neither clipping nor noise
+    needs them. `threads` is ignored: torch's own setting applies; `training.pool` runs processes instead.
+    """
+    data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
+    net = compile_net(module, data.shape[1:])
+    descent.check_targets(net.outputs, targets, plan.loss)
+    size = chunk or chunk_for(net, max(map(typical_width, work), default=1))
+    parts = [
+        descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)
+        for at in range(0, len(work), size)
+    ]
+    return descent.join(parts, net.layout, plan)

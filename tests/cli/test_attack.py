@@ -1,0 +1,235 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedveil.attacks.leakage import measure
+from fedveil.cli import build
+from fedveil.errors import UserError
+from fedveil.federation.config import make_config
+from fedveil.federation.loop import run as simulate
+
+torch.set_num_threads(1)
+
+
+def call(*words):
+    return CliRunner().invoke(build(), [str(w) for w in words])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small private run on the embedded digits."""
+    folder = tmp_path_factory.mktemp("run") / "first"
+    config = make_config({
+        "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 2, "local_steps": 3, "batch_size": 50,
+        "protect": {"sigma": 1.0}, "model": "papers-mlp", "partition": "iid", "report": False, "checkpoint_every": 1,
+    })  # fmt: skip
+    simulate(config, folder)
+    return folder
+
+
+def test_gradient_attack_without_a_run_prints_the_promised_keys():
+    result = call(
+        "attack", "--kind", "gradient", "--type", "2", "--recipe", "non-private", "--dataset", "digits",
+        "--model", "cpl-lenet", "--victims", 4, "--seed", 11, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    keys = {
+        "success_rate",
+        "label_accuracy",
+        "rmse",
+        "ssim",
+        "iterations",
+        "threshold",
+        "cpu_seconds_per_victim",
+        "controls",
+    }
+    assert keys <= set(found)
+    assert found["success_rate"] == 1.0 and found["label_accuracy"] == 1.0
+    assert found["controls"]["black"]["success_rate"] == 0.0
+
+
+def test_recipes_are_compared_and_the_table_resumes(tmp_path):
+    words = (
+        "attack", "--recipe", "non-private,fed-cdp-example", "--dataset", "digits", "--victims", 3, "--iterations", 60,
+        "--out", tmp_path, "--json",
+    )  # fmt: skip
+    first = json.loads(call(*words).stdout)
+    assert [r["recipe"] for r in first["results"]] == ["non-private", "fed-cdp-example"]
+    assert first["results"][0]["success_rate"] > first["results"][1]["success_rate"] == 0.0
+    assert (tmp_path / "gradient.png").stat().st_size > 1000
+    lines = (tmp_path / "gradient.jsonl").read_text().splitlines()
+    again = json.loads(call(*words).stdout)
+    assert again == first and (tmp_path / "gradient.jsonl").read_text().splitlines() == lines
+
+
+def test_the_picture_of_a_resumed_campaign_has_all_recipes(tmp_path, monkeypatch):
+    drawn, real = [], measure.gallery
+
+    def gallery(outcomes, path, *more):
+        drawn.append([o.figures["recipe"] for o in outcomes.values()])
+        real(outcomes, path, *more)
+
+    monkeypatch.setattr(measure, "gallery", gallery)
+    for folder, campaigns in {
+        "resumed": ["fed-cdp", "non-private,fed-cdp"],
+        "whole": ["non-private,fed-cdp"],
+    }.items():
+        for recipes in campaigns:
+            result = call(
+                "attack", "--recipe", recipes, "--victims", 2, "--iterations", 20, "--out", tmp_path / folder, "--json"
+            )  # fmt: skip
+            assert result.exit_code == 0, result.output
+    assert drawn == [["fed-cdp"], ["non-private", "fed-cdp"], ["non-private", "fed-cdp"]]
+    resumed, whole = ((tmp_path / folder / "gradient.png").read_bytes() for folder in ("resumed", "whole"))
+    assert resumed == whole
+
+
+def test_the_text_says_how_many_attacks_failed_numerically(monkeypatch):
+    real = measure.victims_of
+
+    def poisoned(*arguments):
+        found = real(*arguments)
+        found.leak.values[1:] = float("nan")
+        return found
+
+    monkeypatch.setattr(measure, "victims_of", poisoned)
+    words = ("attack", "--recipe", "non-private", "--dataset", "digits", "--victims", 4)
+    assert json.loads(call(*words, "--json").stdout)["success_rate"] == 1.0
+    assert "non-private, round 0: 3 of 4 attacks failed numerically and are left out" in call(*words).stdout
+
+
+@pytest.mark.parametrize("leak", ["1", "0", "0-sanitised"])
+def test_updates_leak_too_unless_the_tap_lies_behind_the_noise(leak):
+    result = call(
+        "attack",
+        "--type",
+        leak,
+        "--recipe",
+        "fed-sdp",
+        "--dataset",
+        "digits",
+        "--victims",
+        3,
+        "--batch",
+        1,
+        "--json",
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["update_as"] == "gradient"
+    assert found["success_rate"] == (0.0 if leak == "0-sanitised" else 1.0)
+
+
+def test_a_run_is_attacked_at_chosen_rounds(finished):
+    result = call("attack", finished, "--round", "0,2", "--victims", 2, "--iterations", 20, "--json")
+    assert result.exit_code == 0, result.output
+    assert [r["round"] for r in json.loads(result.stdout)["results"]] == [0, 2]
+    assert (finished / "attacks" / "gradient.json").exists() and (
+        finished / "attacks" / "gradient.png"
+    ).exists()
+
+
+def test_membership_and_decoder_of_a_run(finished):
+    found = json.loads(
+        call("attack", finished, "--kind", "membership", "--shadows", 2, "--pool", 80, "--json").stdout
+    )
+    for key in ("auc", "balanced_accuracy"):
+        low, high = found[f"{key}_interval"]
+        assert low <= found[key] <= high
+    for key in ("tpr_at_1pct", "tpr_at_01pct"):  # 40 non-members cannot show them
+        assert found[key] is None and found[f"{key}_interval"] is None
+    assert "needs 100 non-members" in found["reason"]
+    found = json.loads(call("attack", finished, "--kind", "decoder", "--victims", 10, "--json").stdout)
+    assert {"mse", "mae", "ssim"} <= set(found)
+
+
+def test_failed_membership_attacks_are_shown_empty_with_their_reason(capsys):
+    """On the terminal and in the report: a dash and why, never a figure."""
+    from dataclasses import asdict
+
+    from fedveil.attacks.membership import failed, rates
+    from fedveil.cli.attack import _show
+    from fedveil.report.attacks import attack_card
+
+    member = np.arange(400) < 200
+    found = {
+        "rmia": asdict(failed("3 of 400 scores are not finite", 3)),
+        "canary": asdict(rates(member, member)),
+    }
+    data = json.loads(json.dumps({"kind": "membership", "method": "rmia", **found["rmia"], "methods": found}))
+    _show({"membership": data})
+    shown = capsys.readouterr().out
+    assert "Empty for rmia: The attack failed numerically (3 of 400" in shown and "0.500" not in shown
+    assert "Empty for canary: TPR at 0.1% needs 1,000 non-members" in shown
+    card = attack_card({"kind": "membership", "data": data})
+    assert dict(card["methods"])["rmia"] == ["–"] * 4
+    assert dict(card["methods"])["canary"][0].startswith("1 (") and dict(card["methods"])["canary"][3] == "–"
+    assert len(card["empty"]) == 2
+
+
+def test_an_attribute_attack_needs_an_attribute(finished):
+    result = call("attack", finished, "--kind", "attribute")
+    assert isinstance(result.exception, UserError) and "no further attributes" in str(result.exception)
+
+
+def test_audit_of_a_correct_run_exits_with_zero(finished):
+    result = call("audit", finished, "--canaries", 200, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {"epsilon_lower", "epsilon_promised", "ceiling", "verdict"} <= set(found)
+    assert found["verdict"] != "promise broken"
+    assert (finished / "attacks" / "audit.json").exists()
+
+
+def test_audit_of_a_run_whose_ledger_promises_too_much_exits_with_one(finished, tmp_path):
+    """The ledger of a run with 30 times the noise, beside a run that adds little."""
+    careful, careless = tmp_path / "careful", tmp_path / "careless"
+    for folder, sigma in ((careful, 3.0), (careless, 0.1)):
+        simulate(make_config({
+            "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 1, "local_steps": 1,
+            "batch_size": 1000, "protect": {"sigma": sigma}, "model": "papers-mlp", "partition": "iid", "report": False,
+        }), folder)  # fmt: skip
+    (careless / "ledger.jsonl").write_bytes((careful / "ledger.jsonl").read_bytes())
+    result = call("audit", careless, "--canaries", 200)
+    assert result.exit_code == 1 and "PROMISE BROKEN" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--kind", "gradients"), "Did you mean 'gradient'"), (("--type", "3"), "--type 3"),
+     (("--kind", "membership"), "give a run directory"), (("--method", "viel"), "Did you mean 'veil'")],
+)  # fmt: skip
+def test_wrong_words_are_explained(words, message):
+    result = call("attack", *words)
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
+
+
+def test_a_run_can_be_audited_at_once(tmp_path):
+    words = ("run", "fed-cdp-sound", "--set", "dataset=digits", "--set", "clients=3", "--set", "rounds=1", "--set",
+             "local_steps=1", "--set", "batch_size=100", "--set", "model=papers-mlp", "--set", "partition=iid", "--audit",
+             "--json")  # fmt: skip
+    result = call(*words, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["audit"]
+    assert found["verdict"] != "promise broken" and found["status"] == "sound"
+    assert (
+        json.loads((tmp_path / "run" / "attacks" / "audit.json").read_text())["verdict"] == found["verdict"]
+    )
+    assert "Audit with canaries" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_nothing_is_trained_for_an_audit_of_no_promise(tmp_path):
+    result = call("run", "non-private", "--set", "dataset=digits", "--audit", "--out", tmp_path / "run")
+    assert isinstance(result.exception, UserError) or result.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_ldp_uploads_give_nothing_back_at_the_server():
+    words = ("attack", "--recipe", "ldp-fl", "--dataset", "digits", "--type", 0, "--victims", 3, "--batch", 1, "--iterations",
+             60, "--json")  # fmt: skip
+    found = json.loads(call(*words).stdout)
+    assert found["noise_scale"] > 0 and found["success_rate"] == 0.0

@@ -1,0 +1,124 @@
+"""One budget for any mechanism, NbAFL's own scales, and the noise errors that a run shows."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedveil.federation.config import load_config
+from fedveil.federation.harmonize import events_of, expected_participations
+from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
+from fedveil.privacy.accountants import answer
+from fedveil.protect import noise, udp
+
+SMALL = ["dataset=cancer", "clients=4", "rounds=5", "local_steps=4", "batch_size=20"]
+
+
+def prepared(name, *changes):
+    return prepare(load_config(name, [*SMALL, *changes]))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("udp-fl-gaussian", []),
+        ("udp-fl-laplace", []),
+        ("udp-fl-laplace", ["clip.norm=l2"]),
+        ("udp-fl-staircase", []),
+        ("udp-fl-staircase-iid", []),
+    ],
+    ids=["gaussian", "laplace-l1", "laplace-l2", "joint-staircase", "staircase"],
+)
+def test_all_mechanisms_are_calibrated_to_the_same_epsilon(name, changes):
+    run = prepared(name, "calibrate=true", "target_epsilon=4", *changes)
+    sigma = run.task.recipe.sigma.value(0, 5)
+    size = min(run.partition.size(c) for c in range(4))
+    events = events_of(run.task, run.config, sigma, expected_participations(run.task), size)
+    found = answer(events, run.config.delta, "pld")
+    if found.epsilon is None:
+        found = answer(events, run.config.delta, "rdp")
+    assert 3.99 < found.epsilon <= 4.0
+
+
+@pytest.mark.parametrize(("lam", "nu"), [(0.5, None), (1.0, 0.3), (3.0, None)])
+def test_the_staircase_histogram_is_its_density_with_the_true_lambda(lam, nu):
+    draws = np.abs(noise.staircases(b"staircase-key-00", 0, 1_000_000, lam, nu).astype(np.float64))
+    shape, b = (1 / (1 + math.exp(lam / 2)) if nu is None else nu), math.exp(-lam)
+    height = -math.expm1(-lam) / (2 * (shape + b * (1 - shape)))
+    periods = int(6 / lam) + 1
+    edges = np.array([k + part for k in range(periods) for part in (0.0, shape)] + [float(periods)])
+    density = np.array([height * math.exp(-lam * (k + part)) for k in range(periods) for part in (0, 1)])
+    expected = 2 * density * np.diff(edges) * len(draws)
+    counts = np.histogram(draws, edges)[0]
+    # Each count is within 5.5 of its deviation but for one seed in 1e6.
+    assert (np.abs(counts - expected) < 5.5 * np.sqrt(expected)).all()
+    per_period = counts.reshape(periods, 2).sum(axis=1)
+    fitted = math.log(per_period[0] / per_period[1])
+    assert fitted == pytest.approx(lam, abs=5 * math.sqrt(1 / per_period[0] + 1 / per_period[1]))
+
+
+@pytest.mark.parametrize(
+    "name", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase", "udp-fl-staircase-iid"]
+)
+def test_the_measured_error_is_the_distance_to_the_update_without_noise(name):
+    """With one local step nothing follows from the noise but the noise itself."""
+    noisy = prepared(name, "sigma=3", "local_steps=1", "sampling=full")
+    still = prepared(name, "sigma=0.01", "local_steps=1", "sampling=full")
+    state = start(noisy.task, noisy.initial)
+    one = np.array([0])
+    distance = udp.measured_l1(
+        play_round(noisy, state, one)[0].weights, play_round(still, state, one)[0].weights
+    )
+    _, facts, private = play_round(noisy, state, one)
+    assert private["measured_l1"] == pytest.approx(distance, rel=5e-3)
+    assert facts["expected_l1"] == pytest.approx(facts["expected_l1_bound"])  # one addition
+    assert "measured_l1" not in facts  # what the noise was stays private
+
+
+@pytest.mark.parametrize("name", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase-iid"])
+def test_expected_and_measured_errors_of_a_round_agree(name):
+    run = prepared(name, "sigma=3", "model=papers-mlp", "local_steps=16")
+    now = moment_of(run.task, start(run.task, run.initial))
+    told = noise_errors(run.task, now, 0, run.partition.size(0))
+    # Thousands of coordinates: the mean of their sizes is within 10 % but for far less than 1e-6 of seeds.
+    assert told["measured_l1"] == pytest.approx(told["expected_l1"], rel=0.1)
+    assert told["expected_l1"] < told["expected_l1_bound"] / 3  # sums grow by the root of the steps
+
+
+@pytest.mark.parametrize(
+    "changes", [["noise_on=mean"], ["sensitivity=l2-max"], ["sigma=linear:4:2:iteration"]]
+)
+def test_no_error_is_stated_where_the_formulas_do_not_apply(changes):
+    run = prepared("fed-cdp", *changes)
+    now = moment_of(run.task, start(run.task, run.initial))
+    assert noise_errors(run.task, now, 0, run.partition.size(0)) == {}
+
+
+def test_nbafl_uses_its_own_scales_for_its_epsilon():
+    run = prepared("nbafl", "epsilon=8", "clip.bound=2", "exposures=1")
+    smallest = min(run.partition.size(c) for c in range(4))
+    up, down = udp.nbafl_scales(8.0, run.config.delta, 2.0, smallest, 4, 5, 1)
+    assert run.task.recipe.sigma.value(0, 5) * 2 == pytest.approx(up)
+    assert run.task.recipe.downlink_sigma * 2 == pytest.approx(down)
+    assert down > 0  # 5 rounds are more than one exposure times sqrt(4)
+    every = prepared("nbafl", "epsilon=8", "clip.bound=2")
+    assert every.task.recipe.sigma.value(0, 5) * 2 == pytest.approx(5 * up)
+    assert every.task.recipe.downlink_sigma == 0
+    assert any("NbAFL" in note for note in every.notes)
+
+
+def test_nbafl_clips_the_whole_model_and_charges_twice_the_bound():
+    run = prepared("nbafl", "sigma=1e-9", "clip.bound=0.5")
+    state = start(run.task, run.initial)
+    now = moment_of(run.task, state)
+    update = np.full(run.task.layout.size, 0.3, np.float32)
+    assert np.linalg.norm(state.weights + update) > 0.5
+    sent = sanitise_update(run.task, now, run.task.recipe, update, 0, state.weights)
+    whole = (state.weights + sent).astype(np.float64)
+    assert np.linalg.norm(whole) == pytest.approx(0.5, rel=1e-5)
+    direction = (state.weights + update) / np.linalg.norm(state.weights + update)
+    np.testing.assert_allclose(whole, 0.5 * direction, atol=1e-6)
+    events = events_of(run.task, run.config, 1.0, 1, 100)
+    assert {(e.relation, e.noise.multiplier) for e in events} == {("replace-one", 0.5)}
+    assert plan_of(run.task, now, 0, 100).clip == "none"  # nothing is clipped inside local training

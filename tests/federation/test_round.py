@@ -1,0 +1,198 @@
+"""Rounds: clips bound, noise has the stated scale, the sum recipe is plain gradient descent on all data."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedveil.errors import UserError
+from fedveil.federation.config import load_config
+from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.round import (
+    Upload,
+    clip_update,
+    drop_smallest,
+    merge,
+    model_weights,
+    moment_of,
+    plan_of,
+    sanitise_update,
+    share_some,
+    shuffled,
+    start,
+    uploads_of,
+)
+from fedveil.models.layout import Layout
+from fedveil.protect.recipe import get, with_changes
+
+LAYOUT = Layout(("a.w", "b.w"), ((40,), (60,)), ("a", "b"), (0, 1))
+SMALL = ["dataset=cancer", "clients=4", "rounds=4", "local_steps=3", "batch_size=8"]
+
+
+def prepared(name, *changes):
+    return prepare(load_config(name, [*SMALL, *changes]))
+
+
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.floats(1e-3, 10))
+def test_a_clipped_update_never_exceeds_its_joint_bound(seed, scale, bound):
+    update = (np.random.default_rng(seed).normal(size=100) * scale).astype(np.float32)
+    flat = clip_update(update, bound, with_changes(get("dp-fedavg"), {}), LAYOUT)
+    assert np.linalg.norm(flat.astype(np.float64)) <= bound * (1 + 1e-6)
+    layers = clip_update(update, bound, get("fed-sdp"), LAYOUT)
+    for part in LAYOUT.layer_slices():
+        assert np.linalg.norm(layers[part].astype(np.float64)) <= bound * (1 + 1e-6)
+    split = clip_update(update, bound, with_changes(get("fed-sdp"), {"clip.split": True}), LAYOUT)
+    assert np.linalg.norm(split.astype(np.float64)) <= bound * (1 + 1e-6)
+
+
+def test_pruning_drops_exactly_the_smallest():
+    update = np.array([3.0, -1.0, 0.5, -4.0, 2.0], np.float32)
+    assert drop_smallest(update, 0.4).tolist() == [3.0, 0.0, 0.0, -4.0, 2.0]
+
+
+def test_dssgd_shares_only_large_coordinates():
+    recipe = with_changes(get("dssgd"), {"share": 0.3, "share_threshold": 1.0})
+    update = np.linspace(-3, 3, 100).astype(np.float32)
+    shared = share_some(update, recipe, np.random.default_rng(0))
+    assert (shared != 0).sum() == 30
+    assert (np.abs(shared[shared != 0]) > 1).all()
+
+
+def test_client_noise_has_the_stated_scale():
+    run = prepared("fed-sdp-client", "sigma=3", "clip.bound=2")
+    state = start(run.task, run.initial)
+    now = moment_of(run.task, state)
+    zero = np.zeros(run.task.layout.size, np.float32)
+    drawn = np.concatenate(
+        [sanitise_update(run.task, now, run.task.recipe, zero, client) for client in range(8)]
+    )
+    # 33,040 draws of N(0, 6): the deviation is within 2 % (5 sigma) but for 6e-7 of seeds.
+    assert drawn.std() == pytest.approx(6, rel=0.02)
+    assert abs(drawn.mean()) < 5 * 6 / math.sqrt(len(drawn))
+
+
+def test_server_noise_is_once_on_the_sum_whatever_arrives():
+    run = prepared("dp-fedavg", "sigma=2", "clip.bound=3", "cohort=fixed")
+    state = start(run.task, run.initial)
+    now = moment_of(run.task, state)
+    for uploads in ([], list(uploads_of(run.task, now, state, [0], _zero_result(run)))):
+        following, _ = merge(run.task, state, now, uploads)
+        moved = following.weights - state.weights
+        # sigma * bound / cohort = 1.5 on 4,130 weights; 5.5 % is 5 sigma of the estimated deviation.
+        assert moved.std() == pytest.approx(2 * 3 / run.task.setting.cohort, rel=0.055)
+
+
+def _zero_result(run):
+    from fedveil.training.contract import LocalResult
+
+    one = np.zeros(1)
+    return LocalResult(
+        np.zeros((1, run.task.layout.size), np.float32), np.array([True]), one, one, one, one, one, one
+    )
+
+
+def test_the_sum_recipe_without_noise_is_a_gradient_step_on_everybodys_data():
+    run = prepared(
+        "sum-cdp",
+        "local_steps=1",
+        "sampling=full",
+        "sigma=1e-9",
+        "clip.bound=1e6",
+        "model=logistic",
+        "learning_rate=0.3",
+    )
+    state = start(run.task, run.initial)
+    following, _, _ = play_round(run, state, np.arange(4))
+    from fedveil.models.layout import load
+
+    module = load(run.task.module, state.weights)
+    rows = np.concatenate([run.task.rows(c) for c in range(4)])
+    loss = torch.nn.functional.cross_entropy(
+        module(torch.as_tensor(run.task.x[rows])), torch.as_tensor(run.task.y[rows])
+    )
+    gradient = torch.cat(
+        [g.reshape(-1) for g in torch.autograd.grad(loss, list(module.parameters()))]
+    ).numpy()
+    assert np.allclose(following.weights, state.weights - 0.3 * gradient, atol=1e-5)
+
+
+def test_the_quantile_bound_moves_towards_the_norms_and_uses_noised_counts_only():
+    still = ("learning_rate=1e-9", "sampling=full", "batch_size=106")
+    run = prepared("fed-alpha-cdp-sound", "clip.bound=1000", "clip.count_noise=0.01", *still)
+    state = start(run.task, run.initial)
+    bounds = []
+    for _ in range(4):
+        state, _, _ = play_round(run, state, np.arange(4))
+        bounds.append(float(state.server["bound"]))
+    assert bounds == sorted(bounds, reverse=True)  # everything lies below 1000, so the bound falls
+    noisy = prepared("fed-alpha-cdp-sound", "clip.bound=1000", "clip.count_noise=1000", *still)
+    other, _, _ = play_round(noisy, start(noisy.task, noisy.initial), np.arange(4))
+    assert float(other.server["bound"]) != bounds[0]
+
+
+def test_split_layers_keep_the_joint_noise():
+    run = prepared("fed-cdp", "clip.split=true")
+    now = moment_of(run.task, start(run.task, run.initial))
+    plan = plan_of(run.task, now, 0, 100)
+    layers = run.task.layout.layers
+    assert plan.bounds[0] == pytest.approx(4 / math.sqrt(layers))
+    assert plan.bounds[0] * plan.multipliers[0] == pytest.approx(4 * 6)
+
+
+def test_averaging_uses_the_last_share_of_the_rounds():
+    run = prepared("non-private", "average=0.5")
+    state = start(run.task, run.initial)
+    seen = []
+    for _ in range(4):
+        state, _, _ = play_round(run, state, np.arange(4))
+        seen.append(state.weights)
+    assert np.allclose(model_weights(state), (seen[2] + seen[3]) / 2, atol=1e-6)
+
+
+def test_fixed_variance_holds_the_noise_deviation():
+    run = prepared("fed-cdp-decay", "fixed_variance=12")
+    for index in range(4):
+        now = moment_of(run.task, replace(start(run.task, run.initial), round=index))
+        assert now.bounds[0] * now.sigmas[0] == pytest.approx(12)
+
+
+def test_shuffled_updates_lose_their_names_and_order_but_not_their_sum():
+    run = prepared("udp-fl-gaussian", "channel=shuffle-models", "sigma=1")
+    now = moment_of(run.task, start(run.task, run.initial))
+    sent = [Upload(client, np.full(3, float(client), np.float32)) for client in range(40)]
+    got = list(shuffled(run.task, now, iter(sent)))
+    values = [int(upload.update[0]) for upload in got]
+    assert {upload.client for upload in got} == {-1}
+    assert sorted(values) == list(range(40))
+    assert values != list(range(40))  # one order of 40!
+    plain = prepared("udp-fl-gaussian", "sigma=1")
+    assert list(shuffled(plain.task, now, iter(sent))) == sent
+    state = start(run.task, run.initial)
+    mixed, straight = (play_round(r, state, np.arange(4))[0].weights for r in (run, plain))
+    np.testing.assert_allclose(mixed, straight, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"aggregate": "scaffold"}, {"heterogeneity": True}])
+def test_shuffled_updates_exclude_what_must_know_the_sender(changes):
+    with pytest.raises(UserError, match="who sent"):
+        with_changes(get("udp-fl-gaussian"), {"channel": "shuffle-models", **changes})
+
+
+def test_fedmed_weighs_adaptively_until_the_public_loss_rises():
+    run = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1", "validation=0.2", "model=logistic")
+    state, facts, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    assert facts["adaptive"] and len(state.server["public_losses"]) == 1
+    fell = replace(state, server={**state.server, "public_losses": np.array([np.inf])})
+    rose = replace(state, server={**state.server, "public_losses": np.array([0.0])})
+    assert play_round(run, fell, np.arange(4))[1]["adaptive"]
+    plain, facts, _ = play_round(run, rose, np.arange(4))
+    assert not facts["adaptive"]
+    mean = prepared("udp-fl-gaussian", "sigma=0.1", "validation=0.2", "model=logistic")
+    expected = play_round(mean, replace(state, server={}), np.arange(4))[0].weights
+    np.testing.assert_array_equal(plain.weights, expected)
+    without = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1")
+    assert play_round(without, start(without.task, without.initial), np.arange(4))[1]["adaptive"]

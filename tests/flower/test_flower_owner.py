@@ -1,0 +1,303 @@
+"""What owners write down, projects, keys, the trainer and the commands: without a federation."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from typer.testing import CliRunner
+
+from fedveil.cli import build
+from fedveil.cli.flower import parse_node_config
+from fedveil.errors import UserError
+from fedveil.federation.config import load_config, make_config
+from fedveil.federation.store import open_run
+from fedveil.flower import client_app, stack, trainer, wire
+from fedveil.flower.grid import LocalGrid
+from fedveil.flower.owner import Policy, owner_of, read_policy
+from fedveil.flower.project import to_toml, write_project
+from fedveil.flower.server import Options, serve
+
+WRONG = [
+    ("", "'recipes' is missing"),
+    ('recipes = "fed-cdp"', "list of names"),
+    ("recipes = []\nminimum_sigm = 3", "Did you mean 'minimum_sigma'"),
+    ("recipes = []\nminimum_sigma = -1", "not negative"),
+    ("recipes = []\nminimum_sigma = nan", "not negative"),
+    ("recipes = []\nmaximum_epsilon = true", "not negative"),
+    ("recipes = []\nmaximum_epsilon = inf", "not negative"),
+    ('recipes = []\nobserver = "sever"', "Did you mean 'server'"),
+    ('recipes = []\nsecure_noise = "no"', "true or false"),
+    ("recipes = []\ndelta = 1.5", "between 0 and 1"),
+    ("recipes = [", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG)
+def test_a_misspelt_policy_is_an_error_not_a_hole(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_policy(tmp_path / "policy.toml")
+
+
+def test_a_policy_reads_back_and_is_strict_by_default(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('recipes = ["fed-cdp"]\nmaximum_epsilon = 8\nunit = "client"\n')
+    assert read_policy(tmp_path / "p.toml") == Policy(("fed-cdp",), maximum_epsilon=8, unit="client")
+    assert (
+        Policy(()).secure_noise and Policy(()).changes == ("sigma", "clip.bound") and Policy(()).models == ()
+    )
+    with pytest.raises(UserError, match=r"docs/deploy\.md"):
+        read_policy(tmp_path / "none.toml")
+
+
+def test_a_node_without_ledger_folder_or_policy_does_not_train() -> None:
+    whole = {"home": "h", "policy": "p", "partition-id": 1}
+    assert owner_of(whole).client == 1
+    for key in whole:
+        with pytest.raises(UserError, match=f"'{key}' is missing"):
+            owner_of({k: v for k, v in whole.items() if k != key})
+    with pytest.raises(UserError, match="Did you mean 'policy'"):
+        owner_of({**whole, "polcy": "x"})
+
+
+def test_node_config_reads_as_flower_reads_it() -> None:
+    from flwr.common.config import parse_config_args
+
+    text = 'home="/var/lib/a b" partition-id=3 policy="/p.toml"'
+    assert parse_node_config(text) == parse_config_args([text])
+    with pytest.raises(UserError, match="key=value"):
+        parse_node_config("home")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fed-cdp", ["clients=4", "sigma=2.5", "clip.bound=1"]),
+        ("udp-fl", ["client_epsilons=[1.0, 2.0]", 'client_mechanisms=["gaussian"]', "clients=4"]),
+        ("ldp-fl", ["channel=none", "dataset=digits", "model_options.hidden=8"]),
+    ],
+)
+def test_a_projects_configuration_reads_back_equal(tmp_path: Path, name: str, changes: list[str]) -> None:
+    config = load_config(name, changes)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert load_config(str(tmp_path / "run.toml")) == config
+    assert "secure_noise" not in to_toml(config)
+
+
+def test_init_writes_a_project_that_flower_accepts(tmp_path: Path) -> None:
+    from flwr.common.config import validate_config
+
+    from fedveil.flower.owner import tomllib
+
+    found = CliRunner().invoke(
+        build(), ["flower", "init", str(tmp_path / "p"), "fed-cdp", "--set", "clients=4", "--json"]
+    )
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)["clients"] == 4
+    values = tomllib.loads((tmp_path / "p/pyproject.toml").read_text())
+    good, errors, _ = validate_config(values, check_module=True, project_dir=tmp_path / "p")
+    assert good, errors
+    # The package carries only the thin apps and the configuration.
+    package = tmp_path / "p/fedveil_run"
+    assert sorted(item.name for item in package.iterdir()) == [
+        "__init__.py",
+        "client_app.py",
+        "run.toml",
+        "server_app.py",
+    ]
+    assert "root" not in (package / "client_app.py").read_text() + (package / "server_app.py").read_text()
+
+
+@pytest.mark.parametrize(("name", "said"), [("sum-cdp", "sees each upload"), ("ldp-fl", "needs a shuffler")])
+def test_init_refuses_what_flower_cannot_keep(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        write_project(tmp_path / "p", make_config({"recipe": name}), {"out": "x"})
+    assert not (tmp_path / "p").exists()
+
+
+def test_secret_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    make = [
+        "flower",
+        "keys",
+        str(tmp_path / "k"),
+        "--name",
+        "fl.example.org",
+        "--name",
+        "10.0.0.5",
+        "--nodes",
+        "1",
+    ]
+    assert CliRunner().invoke(build(), make).exit_code == 0
+    for name in ("ca.key", "server.key", "node-0"):
+        assert stat.S_IMODE((tmp_path / "k" / name).stat().st_mode) == 0o600
+    assert (tmp_path / "k/node-0.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
+    again = CliRunner().invoke(build(), make)
+    assert isinstance(again.exception, UserError) and "never overwritten" in str(again.exception)
+
+    from cryptography import x509
+
+    server = x509.load_pem_x509_certificate((tmp_path / "k/server.crt").read_bytes())
+    authority = x509.load_pem_x509_certificate((tmp_path / "k/ca.crt").read_bytes())
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+
+
+def test_a_process_is_only_stopped_if_it_still_is_that_process() -> None:
+    started = stack.start(
+        [sys.executable, "-c", "import time; time.sleep(60)"], Path(os.devnull), dict(os.environ)
+    )
+    assert stack.alive(started)
+    stack.stop([stack.Started(started.pid, "another start time")])
+    assert stack.alive(started)
+    stack.stop([started])
+    assert not stack.alive(started)
+
+
+def test_stopping_wakes_a_frozen_process_and_takes_its_children() -> None:
+    wait = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{wait}']); {wait}"
+    started = stack.start([sys.executable, "-c", code], Path(os.devnull), dict(os.environ))
+    os.kill(started.pid, 19)
+    stack.stop([started])
+    assert not stack.alive(started)
+    with pytest.raises(ProcessLookupError):
+        for _ in range(50):
+            os.killpg(started.pid, 0)
+            time.sleep(0.1)
+
+
+def test_down_without_up_says_so(tmp_path: Path) -> None:
+    found = CliRunner().invoke(build(), ["flower", "down", "--home", str(tmp_path)])
+    assert isinstance(found.exception, UserError) and "no federation was started" in str(found.exception)
+
+
+# --- the trainer ---
+
+
+def seeded(config: Any, client: int) -> int:
+    return int(config.seed)
+
+
+def node_config(folder: Path, client: int) -> dict[str, Any]:
+    (folder / "policy.toml").write_text('recipes = ["fed-cdp"]\nsecure_noise = false\n')
+    return {"home": str(folder / f"n{client}"), "policy": str(folder / "policy.toml"), "partition-id": client}
+
+
+def test_a_trainer_gives_the_same_model_and_keeps_the_ledger(tmp_path: Path) -> None:
+    config = make_config({"recipe": "fed-cdp", "clients": 2, "rounds": 2, "local_steps": 3, "delta": 1e-4})
+    options = {"join": 1.0, "deadline": 30.0, "poll": 0.01}
+    nodes = {c: node_config(tmp_path, c) for c in range(2)}
+    serve(
+        LocalGrid(client_app(seeded), nodes), config, Options(out=str(tmp_path / "plain"), **options), root=0
+    )
+    with_trainer = {}
+    for c in range(2):
+        home = {**nodes[c], "home": str(tmp_path / f"t{c}")}
+        with_trainer[c] = {**home, "trainer": str(tmp_path / f"{c}.sock")}
+        arguments = (with_trainer[c]["trainer"], owner_of(home))
+        threading.Thread(
+            target=trainer.serve, args=arguments, kwargs={"root_of": seeded, "requests": 3}, daemon=True
+        ).start()
+    while not all((tmp_path / f"{c}.sock").exists() for c in range(2)):
+        time.sleep(0.01)
+    assert stat.S_IMODE((tmp_path / "0.sock").stat().st_mode) == 0o660
+    serve(
+        LocalGrid(client_app(), with_trainer), config, Options(out=str(tmp_path / "kept"), **options), root=0
+    )
+    one, two = (open_run(tmp_path / name).state().weights for name in ("plain", "kept"))
+    assert np.array_equal(one, two)
+    assert (tmp_path / "t0/ledger.jsonl").exists()
+
+
+def test_a_missing_trainer_is_a_failed_reply(tmp_path: Path) -> None:
+    facts, arrays = trainer.ask(str(tmp_path / "none.sock"), "hello", {}, {})
+    assert facts["status"] == "failed" and not arrays
+
+
+def test_nonsense_does_not_end_the_trainer(tmp_path: Path) -> None:
+    import socket
+
+    path = str(tmp_path / "t.sock")
+    owner = owner_of(node_config(tmp_path, 0))
+    worker = threading.Thread(target=trainer.serve, args=(path, owner), kwargs={"requests": 4}, daemon=True)
+    worker.start()
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    for data in (b"", b"\x01", (8).to_bytes(8, "little") + b"nonsense"):
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(path)
+            line.sendall(data)
+    facts, _ = trainer.ask(path, "hello", {"config": {"recipe": "no-such"}}, {})
+    assert facts["status"] == "refused" and "no-such" in facts["reason"]
+
+
+def test_facts_and_arrays_survive_packing() -> None:
+    arrays = {"a": np.arange(5, dtype=np.float32), "b": np.array([1, 2], np.uint8)}
+    facts, back = wire.unpack(wire.pack({"x": [1, "ü"], "y": None}, arrays))
+    assert facts == {"x": [1, "ü"], "y": None}
+    assert all(np.array_equal(back[k], v) and back[k].dtype == v.dtype for k, v in arrays.items())
+
+
+def test_a_thin_client_imports_neither_torch_nor_sklearn() -> None:
+    code = (
+        "import sys; import fedveil.flower as f; f.client_app(); import fedveil.flower.trainer, "
+        "fedveil.flower.owner; print([m for m in ('torch', 'sklearn', 'scipy', 'pydantic') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", ["FEDVEIL_SEED", "FEDVEIL_DETERMINISTIC", "PYTHONHASHSEED"])
+def test_no_environment_variable_makes_noise_repeatable(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0")
+    config = make_config(
+        {"recipe": "fed-cdp", "clients": 1, "rounds": 1, "local_steps": 1, "seed": 0, "secure_noise": False}
+    )
+    found = []
+    for trial in ("a", "b"):
+        (tmp_path / trial).mkdir()
+        nodes = {1: node_config(tmp_path / trial, 0)}
+        options = Options(out=str(tmp_path / trial / "run"), join=1.0, deadline=30.0, poll=0.01)
+        serve(LocalGrid(client_app(), nodes), config, options)
+        found.append(open_run(tmp_path / trial / "run").state().weights)
+    assert not np.array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)]
+)
+def test_run_ends_with_the_runs_true_status(
+    tmp_path: Path, state: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_project(tmp_path / "p", make_config({"recipe": "fed-cdp"}), {"out": str(tmp_path / "out")})
+    states = iter(["pending", "unknown", "running", state])
+    monkeypatch.setattr(stack, "submit", lambda *_: 7)
+    monkeypatch.setattr(stack, "status", lambda *_: next(states))
+    done = subprocess.CompletedProcess([], 0, "the reason\n", "")
+    monkeypatch.setattr(stack, "flwr", lambda *_: done)
+    command = ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"]
+    found = CliRunner().invoke(build(), command)
+    assert found.exit_code == code
+    assert ("the reason" in found.output) == (code == 1)
+
+
+def test_a_run_that_flower_does_not_accept_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = subprocess.CompletedProcess([], 0, '{"success": false, "error-message": "no such app"}', "")
+    monkeypatch.setattr(stack, "flwr", lambda *_: said)
+    with pytest.raises(UserError, match="no such app"):
+        stack.submit({}, tmp_path, "there")

@@ -1,0 +1,306 @@
+"""Cells are kept one by one, found again, and measured as stated."""
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedveil.cli import build
+from fedveil.errors import UserError
+from fedveil.studies import jobs, render, runner
+from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
+from fedveil.studies.index import find
+from fedveil.training import pool
+
+TINY = changes(clients=4, cohort_size=2, rounds=4, local_steps=3, batch_size=4, partition="iid", model="papers-mlp",
+               report=False, learning_rate=0.05)  # fmt: skip
+
+
+def entry():
+    plain = Train("non-private", "cancer", TINY)
+    return Entry(
+        "p9-table1",
+        "Test",
+        (
+            Cell("ε", "a", 0.823, Epsilon("moments", 10000), "epsilon"),
+            Cell("ε", "b", 1.159, Epsilon("zcdp", 10000), "epsilon"),
+            Cell("accuracy", "end", 0.9, plain, "accuracy"),
+            Cell("accuracy", "half", None, plain, "accuracy@2"),
+        ),
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    seen = []
+    real = jobs.execute
+    monkeypatch.setattr(
+        jobs, "execute", lambda job, seed, folder: seen.append(job) or real(job, seed, folder)
+    )
+    return seen
+
+
+def test_finished_cells_are_not_run_again_and_new_ones_are(tmp_path, counted):
+    chosen = runner.plan(entry(), "paper")
+    first = runner.run(chosen, tmp_path)
+    assert len(counted) == 3  # two cells share the run
+    again = runner.run(chosen, tmp_path, resume=True)
+    assert len(counted) == 3
+    assert runner.rows(chosen, first) == runner.rows(chosen, again)
+
+
+def test_an_interrupted_table_continues_with_the_missing_cells(tmp_path, counted, monkeypatch):
+    chosen = runner.plan(entry(), "paper")
+
+    def broken(job, seed, folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        runner.run(runner.plan(only(entry(), ("epsilon",)), "paper"), tmp_path)
+        patch.setattr(jobs, "_train", broken)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(chosen, tmp_path, resume=True)
+    before = len(counted)
+    done = runner.run(chosen, tmp_path, resume=True)
+    assert [type(job) for job in counted[before:]] == [Train]
+    assert all(row.ours is not None for row in runner.rows(chosen, done))
+
+
+def test_a_killed_table_continues_and_gives_the_same_numbers(tmp_path):
+    """kill -9 in the middle of a long run, through the real command."""
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    words = ["p3-table6", "--scale", "paper", "--only", "cancer,accuracy", "--json", "--resume"]
+    command = [sys.executable, "-m", "fedveil", "reproduce", *words, "--out"]
+    whole = subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, text=True, check=True)
+    with subprocess.Popen(
+        [*command, str(tmp_path / "cut")], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as cut:
+        until = time.monotonic() + 60
+        while not list((tmp_path / "cut").glob("runs/*/metrics.jsonl")) and time.monotonic() < until:
+            time.sleep(0.002)
+        cut.send_signal(signal.SIGKILL)
+    assert cut.returncode == -signal.SIGKILL
+    before = (
+        (tmp_path / "cut" / "cells.jsonl").read_text() if (tmp_path / "cut" / "cells.jsonl").exists() else ""
+    )
+    again = subprocess.run([*command, str(tmp_path / "cut")], capture_output=True, text=True, check=True)
+    assert (tmp_path / "cut" / "cells.jsonl").read_text().startswith(before)
+    ours = [[row["ours"] for row in json.loads(done.stdout)["rows"]] for done in (whole, again)]
+    assert ours[0] == ours[1] and None not in ours[0]
+    assert "jobs, about" in again.stderr
+
+
+def test_an_interrupt_says_how_to_continue(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "_train", stopped)
+    shown = call(
+        "p3-table6", "--scale", "paper", "--only", "cancer", "--workers", "1", "--out", str(tmp_path)
+    )
+    assert shown.exit_code == 130 and f"--only cancer --resume --out {tmp_path}" in shown.stderr
+    assert len(runner.finished(tmp_path)) == 0
+
+
+def test_without_resume_everything_is_done_again(tmp_path, counted):
+    chosen = runner.plan(entry(), "paper")
+    runner.run(chosen, tmp_path)
+    runner.run(chosen, tmp_path)
+    assert len(counted) == 6
+
+
+def test_a_half_written_line_is_ignored(tmp_path, counted):
+    chosen = runner.plan(only(entry(), ("epsilon",)), "paper")
+    runner.run(chosen, tmp_path)
+    with (tmp_path / "cells.jsonl").open("a") as out:
+        out.write('{"key": "cut')
+    runner.run(chosen, tmp_path, resume=True)
+    assert len(counted) == 2
+
+
+def test_a_cell_that_cannot_run_says_why_and_is_tried_again(tmp_path, counted, monkeypatch):
+    def missing(job, seed, folder):
+        raise UserError("Dataset 'x' is not there")
+
+    chosen = runner.plan(entry(), "paper")
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "_train", missing)
+        rows = runner.rows(chosen, runner.run(chosen, tmp_path))
+    assert rows[2].ours is None and "Dataset 'x' is not there" in rows[2].why[0]
+    rows = runner.rows(chosen, runner.run(chosen, tmp_path, resume=True))
+    assert rows[2].ours is not None
+
+
+def test_seeds_give_a_mean_and_a_spread(tmp_path):
+    chosen = runner.plan(only(entry(), ("train",)), "paper", seeds=2)
+    done = runner.run(chosen, tmp_path)
+    row = runner.rows(chosen, done)[0]
+    values = [line["result"]["accuracy"] for line in done.values()]
+    assert row.seeds == 2 and row.ours == pytest.approx(sum(values) / 2)
+    assert row.deviation == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+
+
+def test_progress_counts_down(tmp_path):
+    told = []
+    runner.run(runner.plan(entry(), "paper"), tmp_path, progress=lambda *facts: told.append(facts))
+    assert [t[0] for t in told] == [0, 1, 2, 3] and told[-1][2] == 0 and told[0][2] > 0
+
+
+def result():
+    return {"accuracies": [[1, 0.5], [2, 0.8], [4, 0.9]], "local_steps": 100, "sigmas": [[r, 6.0] for r in range(1, 5)],
+            "l2max": False}  # fmt: skip
+
+
+def test_rounds_to_a_target_and_its_epsilon():
+    job = Train("fed-cdp", "mnist", changes(rounds=4))
+    assert jobs.measure("rounds_to:0.8", result(), job, job) == 2
+    assert jobs.measure("iterations_to:0.85", result(), job, job) == 400
+    assert jobs.measure("rounds_to:0.95", result(), job, job) is None
+    spent = jobs.measure("spent_to:zcdp:0.8", result(), job, job)
+    assert spent == pytest.approx(jobs.execute(Epsilon("zcdp", 200), 0, None)["epsilon"])
+
+
+def test_a_round_is_read_at_the_same_share_of_a_shorter_run():
+    small, printed = (Train("fed-cdp", "mnist", changes(rounds=r)) for r in (4, 100))
+    assert jobs.measure("accuracy@50", result(), small, printed) == 0.8
+
+
+def test_the_page_has_the_command_the_settings_and_the_reasons(tmp_path):
+    chosen = runner.plan(only(entry(), ("epsilon",)), "paper")
+    rows = runner.rows(chosen, runner.run(chosen, tmp_path))
+    page = render.markdown(chosen, rows, "fedveil reproduce p9-table1", {})
+    assert "fedveil reproduce p9-table1" in page and '"formula": "moments"' in page and "| match |" in page
+
+
+def call(*words):
+    return CliRunner().invoke(build(), ["reproduce", *words])
+
+
+def test_the_command_prints_one_json_document(tmp_path):
+    shown = call("p1-table6", "--json", "--out", str(tmp_path))
+    data = json.loads(shown.stdout)
+    assert shown.exit_code == 0 and len(data["rows"]) == 30 and all(row["matches"] for row in data["rows"])
+
+
+def test_the_list_as_json_has_times_for_both_scales():
+    data = json.loads(call("--list", "--json").stdout)
+    found = next(item for item in data if item["id"] == "p1-table2")
+    assert found["seconds_small"] < 600 < found["seconds_paper"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("p1-tabel6",), "p1-table6"), (("p1-table6", "--scale", "tiny"), "small"), ((), "--list"),
+     (("p1-table6", "--only", "nothing"), "no such cells")],
+)  # fmt: skip
+def test_wrong_input_is_refused_with_help(words, message, tmp_path):
+    shown = call(*words, *(("--out", str(tmp_path)) if words else ()))
+    assert isinstance(shown.exception, UserError) and message in str(shown.exception)
+
+
+def test_a_wrong_id_ends_with_exit_code_two():
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "fedveil", "reproduce", "p3-tabel6"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Did you mean 'p3-table6'" in done.stderr and not done.stdout
+
+
+def test_fewer_victims_on_request_and_said_so():
+    entry = find("p3-table3")
+    chosen = runner.plan(entry, "paper", 1, {"lfw": 7, "": 50})
+    notes = {(p.job.dataset, p.job.victims, p.shrunk) for p in chosen.jobs}
+    assert notes == {("lfw", 7, "victims 100 → 7"), ("mnist", 50, "victims 100 → 50")}
+    assert all(not p.shrunk for p in runner.plan(entry, "paper").jobs)
+
+
+def test_a_figure_has_a_panel_per_kind_of_column_and_names_its_axes(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    runs = {
+        name: Train("non-private", "cancer", changes(rounds=rounds)) for rounds, name in enumerate("abcde", 1)
+    }
+    where = {"a": ("x, by clients", "50"), "b": ("x, by clients", "100"), "c": ("x, by rate", "0.1"),
+             "d": ("x, by rate", "0.5"), "e": ("x, without noise", "-")}  # fmt: skip
+    cells = tuple(Cell(*where[name], None, job, "accuracy") for name, job in runs.items())
+    figure = Entry("p9-fig1", "Test", cells, "It rises.", x="clients | rate")
+    chosen = runner.plan(figure, "paper")
+    done = {key_of(job, 0): {"result": {"accuracy": 0.5}, "seconds": 1} for job in runs.values()}
+    rows = runner.rows(chosen, done)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.extend(self.axes))
+    assert render.picture(chosen, rows, done, tmp_path, tmp_path / "f.png")
+    assert [(a.get_xlabel(), a.get_ylabel()) for a in drawn] == [
+        ("clients", "test accuracy"),
+        ("rate", "test accuracy"),
+    ]
+    assert all(len(a.get_lines()) == 2 for a in drawn)  # the line, and the level without noise
+    assert "prints no numbers" in render.summary(rows)
+
+
+def test_jobs_at_once_give_the_same_numbers_as_one_by_one(tmp_path):
+    leak = {"victims": 2, "batch": 1, "iterations": 5, "settings": (), "model": "cpl-lenet", "aware": True}
+    several = Entry(
+        "p9-table2",
+        "Test",
+        (
+            Cell("ε", "a", 0.823, Epsilon("moments", 10000), "epsilon"),
+            Cell("plain", "end", 0.9, Train("non-private", "cancer", TINY), "accuracy"),
+            Cell("cdp", "end", 0.9, Train("fed-cdp", "cancer", TINY), "accuracy"),
+            Cell(
+                "leak",
+                "rmse",
+                0.1,
+                Attack("non-private", "digits", tap="type2", method="cpl", **leak),
+                "rmse",
+            ),
+            Cell("missing", "end", 0.9, Train("non-private", "no-such-data", TINY), "accuracy"),
+        ),
+    )
+    chosen, seen = runner.plan(several, "paper"), []
+    one = runner.run(chosen, tmp_path / "one")
+    two = runner.run(chosen, tmp_path / "two", workers=2, progress=lambda *now: seen.append(now[:2]))
+    assert runner.rows(chosen, one) == runner.rows(chosen, two)
+    assert seen == [(k, 5) for k in range(5)] + [(5, 5)]
+    assert set(runner.finished(tmp_path / "two")) == set(one)
+    assert sum("failed" in line for line in two.values()) == 1
+
+
+@pytest.mark.parametrize(("same", "strips"), [(True, 3), (False, 4)])
+def test_a_gallery_shows_the_originals_of_every_attack_once(tmp_path, same, strips):
+    from matplotlib.image import imread
+
+    leak = {"victims": 2, "batch": 1, "iterations": 5, "settings": (), "model": "cpl-lenet", "aware": True}
+    both = [Attack("non-private", "digits", tap=tap, method="cpl", **leak) for tap in ("type0", "type2")]
+    cells = tuple(Cell(job.tap, "Digits", None, job, "ssim") for job in both)
+    chosen = runner.plan(Entry("p9-fig1", "Test", cells), "paper")
+    (tmp_path / "pictures").mkdir()
+    for number, job in enumerate(both):
+        truth = np.full((2, 1, 8, 8), 0.5 if same else number)
+        np.savez(tmp_path / "pictures" / f"{key_of(job, 0)}.npz", truth=truth, guess=truth)
+    assert render.picture(chosen, runner.rows(chosen, {}), {}, tmp_path, tmp_path / "shown.png")
+    assert imread(tmp_path / "shown.png").shape[0] == pytest.approx(0.7 * 90 * strips, abs=2)
+
+
+def test_a_worker_that_dies_is_an_error_that_says_how_to_go_on(tmp_path, monkeypatch):
+    class Dying(ThreadPoolExecutor):
+        def submit(self, *_, **__):
+            future: Future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(pool, "processes", Dying)
+    with pytest.raises(UserError, match="--resume --workers 1"):
+        runner.run(runner.plan(entry(), "paper"), tmp_path, workers=2)
