@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import fedveil.protect  # noqa: F401  (bound before the function below, which it would hide otherwise)
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -36,6 +38,13 @@ _PUBLIC = {
     "Result": "fedveil.api",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def protect(*args: Any, **options: Any) -> Any:  # type: ignore[no-redef]
+    """`fedveil.api.protect`: train one module on one table or set of images, without a federation."""
+    from fedveil.api import protect as real
+
+    return real(*args, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -385,7 +385,7 @@ def test_a_claim_about_everyone_that_promises_nothing_ends_the_budget_of_absent_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_client_s_own_book_says_the_same_as_the_whole_book(tmp_path: Path, seed: int) -> None:
-    from fedveil.privacy.ledger import _View
+    from fedveil.privacy.ledger.ledger import _View
 
     rng = np.random.default_rng(seed)
     with make(tmp_path) as ledger:
