@@ -292,3 +292,39 @@ def test_a_front_end_that_does_not_fit_the_data_is_refused():
         apply(table, "unit:columns=first")
     with pytest.raises(UserError, match="3 columns are kept"):
         apply(table, "unit:low=1+2,high=3+4")
+
+
+def _pictures_of(name: str, channels: int) -> Dataset:
+    x = np.random.default_rng(0).random((6, channels, 9, 9), dtype=np.float32)
+    y = np.arange(6) % 2
+    return Dataset(name, x, y, x[:2], y[:2], classes=2, pixel_range=(0.0, 1.0))
+
+
+def test_standard_features_are_the_published_constants_by_channel_and_keep_the_shape():
+    data = _pictures_of("cifar10", 3)
+    out = apply(data, "standard")
+    by_hand = np.stack(
+        [
+            (data.x[:, c] - m) / d
+            for c, (m, d) in enumerate([(0.4914, 0.2470), (0.4822, 0.2435), (0.4465, 0.2616)])
+        ],
+        1,
+    )
+    np.testing.assert_allclose(out.x, by_hand, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out.x[:2], out.x_test)  # each row alone: the same row gives the same result
+    assert out.x.dtype == np.float32 and out.shape == (3, 9, 9)
+
+
+def test_standard_features_of_unknown_images_use_the_range_alone_and_given_numbers_win():
+    data = _pictures_of("somebody's", 1)
+    np.testing.assert_allclose(apply(data, "standard").x, 2 * data.x - 1, atol=1e-6)
+    given = apply(data, "standard:mean=0.25,deviation=2").x
+    np.testing.assert_allclose(given, (data.x - 0.25) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "text", ["standard:mean=a", "standard:deviation=0", "standard:mean=0.1+0.2", "standard:deviation=nan"]
+)
+def test_standard_features_refuse_what_is_no_scale(text):
+    with pytest.raises(UserError):
+        apply(_pictures_of("somebody's", 3), text)

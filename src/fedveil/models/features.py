@@ -2,6 +2,8 @@
 
     features = "scattering"                          images: 81 channels of oriented energies, whitened
     features = "scattering:components=300,ridge=0.001"
+    features = "standard"                            images: published mean and deviation of the pixels
+    features = "standard:mean=0.1307,deviation=0.3081"   or given ones, one for all channels or "0.49+0.48+0.45"
     features = "unit:constant=1"                     tables: a constant column, every row at length 1
     features = "unit:columns=0-9+20-29,length=5"     only these columns; rows shorter than 5 stay shorter than 1
     features = "unit:columns=1+23,low=9.71+185.2,high=39.28+4254,scale=log"   public ranges become [-1, 1] first
@@ -30,6 +32,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from fedveil.data.constants import PIXEL_STATISTICS
 from fedveil.data.rows import Dataset
 from fedveil.errors import UserError, did_you_mean
 
@@ -47,7 +50,8 @@ class FrontEnd:
     variances before their square root is divided out; larger values trust strong directions more, which more noise
     needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). low, high: their
     public ranges ("9.71+185.2"), which become [-1, 1]; values outside are clamped. scale: linear, or log for positive
-    columns. length: rows are divided by their own length or by this, whichever is more."""
+    columns. length: rows are divided by their own length or by this, whichever is more. mean, deviation: public pixel
+    statistics by channel; empty takes the published ones of the dataset, else the middle and half of the range."""
 
     kind: str
     components: int = 700
@@ -58,9 +62,12 @@ class FrontEnd:
     high: str = ""
     scale: str = "linear"
     length: float = 0.0
+    mean: str = ""
+    deviation: str = ""
 
 
 OPTIONS = {
+    "standard": ("mean", "deviation"),
     "scattering": ("components", "ridge"),
     "unit": ("constant", "columns", "low", "high", "scale", "length"),
 }
@@ -106,6 +113,8 @@ def apply(dataset: Dataset, text: str) -> Dataset:
     With the environment's FEDVEIL_CACHE naming a folder, features are kept there and found again.
     """
     front = parse(text)
+    if front.kind == "standard":
+        return _standardised(dataset, front)
     if front.kind == "scattering" and (len(dataset.shape) != 3 or min(dataset.shape[1:]) < 8):
         raise UserError(
             f"features = {text!r} needs images of at least 8 x 8 pixels, but examples of '{dataset.name}' have "
@@ -127,6 +136,49 @@ def apply(dataset: Dataset, text: str) -> Dataset:
         pixel_range=None,
         notes=(*dataset.notes, note),
     )
+
+
+def _standardised(dataset: Dataset, front: FrontEnd) -> Dataset:
+    """Images with (pixel - mean) / deviation by public constants, in their own shape: each row alone."""
+    if len(dataset.shape) != 3:
+        raise UserError(
+            f"features = 'standard' is for images, but examples of '{dataset.name}' have shape {list(dataset.shape)}; "
+            'use features = "unit" for tables.'
+        )
+    means, deviations = PIXEL_STATISTICS.get(dataset.name, PIXEL_STATISTICS["unit"])
+    means = _numbers("mean", front.mean) or means
+    deviations = _numbers("deviation", front.deviation) or deviations
+    channels = dataset.shape[0]
+    if {len(means), len(deviations)} - {1, channels}:
+        raise UserError(
+            f"features = 'standard': give one mean and deviation, or {channels} joined by +, one for each channel"
+        )
+    if not (np.isfinite([*means, *deviations]).all() and min(deviations) > 0):
+        raise UserError("features = 'standard': means must be finite and deviations above 0")
+    centre, scale = (np.reshape(np.array(v, np.float32), (-1, 1, 1)) for v in (means, deviations))
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        return ((np.asarray(x, np.float32) - centre) / scale).astype(np.float32)
+
+    said = f"features: pixels minus {'+'.join(map(str, means))}, over {'+'.join(map(str, deviations))} (public constants)"
+    validation = None if dataset.x_validation is None else moved(dataset.x_validation)
+    return replace(
+        dataset,
+        x=moved(dataset.x),
+        x_test=moved(dataset.x_test),
+        x_validation=validation,
+        pixel_range=None,
+        notes=(*dataset.notes, said),
+    )
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split("+")) if text else ()
+    except ValueError:
+        raise UserError(
+            f"features: {name} = {text!r}: write numbers joined by +, as 0.49+0.48+0.45"
+        ) from None
 
 
 def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
