@@ -8,39 +8,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import UserError
-from fedveil.privacy.schedules import AUTHORS_ROUND_SIGMA, AUTHORS_STEP_EPSILON, Schedule, by_iteration, parse
+from fedveil.privacy.schedules import (
+    AUTHORS_ROUND_SIGMA,
+    AUTHORS_STEP_EPSILON,
+    Schedule,
+    by_iteration,
+    following_rate,
+    parse,
+    resilient_start,
+)
 
 
-def test_end_points_are_met_one_past_the_last_step():
-    for text in ("linear:15:4.85", "exponential:15:4.85"):
-        values = parse(text).values(100)
-        assert values[0] == 15
-        assert values[-1] > 4.85 and values[-1] == pytest.approx(4.85, abs=0.12)
-        assert np.all(np.diff(values) < 0)
+@pytest.mark.parametrize("total", [2, 3, 60, 100, 101])
+@pytest.mark.parametrize("kind", ["linear", "exponential", "staircase"])
+def test_the_last_value_belongs_to_the_last_step_whatever_the_total(kind, total):
+    values = parse(f"{kind}:15:4.85").values(total)
+    assert values[0] == 15 and values[-1] == pytest.approx(4.85, rel=1e-12)
+    assert np.all(np.diff(values) <= 1e-12)
+    assert parse(f"{kind}:15:4.85").value(0, 1) == 15
 
 
 def test_rates_and_end_points_describe_the_same_schedule():
     assert np.allclose(
-        parse("linear:6:2").values(50), Schedule("linear", 6, rate=(1 - 2 / 6) / 50).values(50)
+        parse("linear:6:2").values(50), Schedule("linear", 6, rate=(1 - 2 / 6) / 49).values(50)
     )
-    exponential = Schedule("exponential", 6, rate=math.log(3) / 50)
+    exponential = Schedule("exponential", 6, rate=math.log(3) / 49)
     assert np.allclose(parse("exponential:6:2").values(50), exponential.values(50))
+    assert np.allclose(parse("linear:6:2").values(50), np.linspace(6, 2, 50))
+    assert np.allclose(parse("exponential:6:2").values(50), np.geomspace(6, 2, 50))
 
 
 def test_staircase_holds_each_step():
-    values = parse("staircase:15:5:every=10").values(100)
+    values = parse("staircase:15:6:every=10").values(100)
     assert np.allclose(values[:10], 15) and np.allclose(values[10:20], 14) and np.allclose(values[90:], 6)
 
 
 def test_clip_bounds_may_rise():
-    assert parse("linear:2:6").value(25, 50) == pytest.approx(4)
+    assert parse("linear:2:6").value(25, 51) == pytest.approx(4)
+
+
+def test_triangles_fall_and_rise_and_their_peak_falls_linearly_from_one_to_the_next():
+    """The published rule written out: V counts triangles, the peak of triangle V is C0 (1 - rate V), and within one the
+    value falls and rises by equal amounts per step."""
+    rate, floor, half = 0.2, 1.0, 5
+    expected = []
+    for t in range(40):
+        peak = 16 * (1 - rate * (t // (2 * half)))
+        place = t % (2 * half)
+        slope = (peak - floor) / half
+        expected.append(peak - slope * place if place <= half else floor + slope * (place - half))
+    found = parse(f"triangular-cyclic:16:floor={floor}:every={half}:rate={rate}").values(40)
+    assert np.allclose(found, expected)
+    peaks = parse("triangular-cyclic:15:6:floor=4:every=10").values(80)[::20]
+    assert np.allclose(peaks, [15, 12, 9, 6])
+
+
+def test_a_bound_that_follows_the_learning_rate_is_proportional_to_it():
+    found = following_rate(parse("learning-rate:4"), 0.1, 0.02)
+    rates = [0.1 + (0.02 - 0.1) * t / 9 for t in range(10)]
+    assert np.allclose(found.values(10), [4 * rate / 0.1 for rate in rates])
+    assert following_rate(parse("learning-rate:4"), 0.1, None).values(3).tolist() == [4, 4, 4]
+    assert following_rate(parse("linear:4:2"), 0.1, 0.02) == parse("linear:4:2")
+    with pytest.raises(UserError, match="learning rate"):
+        parse("learning-rate:4").value(0, 10)
+
+
+def test_a_resilient_start_makes_the_first_noise_as_wide_as_the_fixed_one():
+    assert resilient_start(4, 6, 1.6) == pytest.approx(15)
+    assert resilient_start(4, 6, 1.6) * 1.6 == pytest.approx(4 * 6)
+    with pytest.raises(UserError):
+        resilient_start(4, 6, 0)
 
 
 def test_rounds_and_iterations_are_different_clocks():
     per_round = parse("linear:15:5").per_iteration(10, 3)
     assert np.allclose(per_round[:3], 15) and len(per_round) == 30
     per_step = by_iteration(parse("linear:15:5")).per_iteration(10, 3)
-    assert per_step[1] < 15 and per_step[-1] > 5
+    assert per_step[1] < 15 and per_step[-2] > 5 and per_step[-1] == pytest.approx(5)
     assert parse("linear:15:5:iteration").by == "iteration"
 
 
@@ -50,9 +94,7 @@ def test_cyclic_schedules_restart_and_respect_the_floor():
     assert values.min() == 4
     triangular = parse("triangular-cyclic:15:8:floor=4:every=10").values(100)
     assert triangular[10] == pytest.approx(4) and triangular[0] == 15
-    assert triangular[20] == pytest.approx(15 - 7 * 0.2)  # the peak decays on the way
-    halved = parse("triangular-cyclic:16:floor=1:every=5:rate=0.5").values(40)
-    assert list(halved[[0, 10, 20, 30]]) == [16, 8, 4, 2]
+    assert triangular[20] == pytest.approx(15 - 7 / 4)
 
 
 @settings(max_examples=50, deadline=None)

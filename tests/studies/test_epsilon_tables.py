@@ -60,7 +60,7 @@ def test_stopping_iterations_of_the_central_paper_come_out(folder):
 
 def test_the_schedule_of_the_text_does_not_use_up_the_budget(folder):
     rows = [r for r in epsilon_rows("p3-table8", folder) if "15 → 4.85" in r.row]
-    assert [round(r.ours, 3) for r in rows] == [0.571, 0.536, 0.634]
+    assert [round(r.ours, 3) for r in rows] == [0.577, 0.599, 0.639]  # by opacus, old conversion
 
 
 def test_a_number_that_needs_another_step_says_so(folder):

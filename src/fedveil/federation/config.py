@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
+from fedveil.privacy.schedules import following_rate
 from fedveil.protect.recipe import ALIASES, Recipe, catalogue, get, with_changes
 
 if sys.version_info >= (3, 11):
@@ -103,8 +105,12 @@ class RunConfig(BaseModel):
         return get(name).name
 
     def built_recipe(self) -> Recipe:
-        """The recipe with this configuration's changes."""
-        return with_changes(get(self.recipe), self.protect)
+        """The recipe with this configuration's changes; a bound that follows the learning rate gets its values."""
+        recipe = with_changes(get(self.recipe), self.protect)
+        bound = following_rate(recipe.clip.bound, self.learning_rate, self.learning_rate_end)
+        return (
+            recipe if bound is recipe.clip.bound else replace(recipe, clip=replace(recipe.clip, bound=bound))
+        )
 
 
 # The papers' local steps, batch and rounds per dataset (P1, P3), on disjoint clients.

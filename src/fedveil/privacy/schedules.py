@@ -1,7 +1,7 @@
 """How sigma or the clip bound moves over a run: data-independent, positive, known in advance.
 
-A schedule given by end points reaches `last` at t = total (one past the final step), one given by a rate loses
-that share of `first` per step (or per stair). Steps are rounds or local iterations (`by`).
+A schedule given by end points has its last value in the last step, t = total - 1, whatever the total; one given by a
+rate loses that share of `first` per step (or per stair, or per cycle). Steps are rounds or local iterations (`by`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from fedveil.errors import UserError
 from fedveil.privacy import checks
 from fedveil.privacy.mechanisms import Array
 
-ScheduleKind = Literal["constant", "linear", "staircase", "exponential", "cosine-cyclic", "triangular-cyclic"]
+ScheduleKind = Literal[
+    "constant", "linear", "staircase", "exponential", "cosine-cyclic", "triangular-cyclic", "learning-rate"
+]
 KINDS: tuple[str, ...] = get_args(ScheduleKind)
 
 
@@ -29,8 +31,10 @@ class Schedule:
     staircase    first (1 - rate floor(t / every)); `every` defaults to a tenth of the run
     exponential  first exp(-rate t)
     cosine-cyclic      first/2 (1 + cos(pi t' / period)), restarting at first `cycles` times; never below `floor`
-    triangular-cyclic  from a peak down to `floor` and up again, half a cycle taking `every` steps; the peak
-                       moves from first to last, or loses the share `rate` per cycle
+    triangular-cyclic  from a peak down to `floor` and up again, half a cycle taking `every` steps; from cycle to
+                       cycle the peak falls linearly, from first to last or by the share `rate` of first
+    learning-rate      first times the learning rate of the round over that of the first round; the run's
+                       configuration turns it into the linear schedule that this is (`following_rate`)
     """
 
     kind: ScheduleKind
@@ -87,24 +91,33 @@ class Schedule:
         last = self.first if self.last is None else self.last
         if self.kind == "constant":
             return self.first
+        if self.kind == "learning-rate":
+            raise UserError(
+                "A schedule 'learning-rate' follows a run's learning rate and has no values without one."
+            )
+        steps = max(total - 1, 1)
         if self.kind == "linear":
-            rate = (1 - last / self.first) / total if self.rate is None else self.rate
-            return self.first * (1 - rate * t)
+            if self.rate is not None:
+                return self.first * (1 - self.rate * t)
+            return self.first + (last - self.first) * t / steps
         if self.kind == "staircase":
             every = self.every or max(1, math.ceil(total / 10))
-            rate = (1 - last / self.first) / (total / every) if self.rate is None else self.rate
-            return self.first * (1 - rate * (t // every))
+            if self.rate is not None:
+                return self.first * (1 - self.rate * (t // every))
+            stairs = max((total - 1) // every, 1)
+            return self.first + (last - self.first) * (t // every) / stairs
         if self.kind == "exponential":
-            rate = math.log(self.first / last) / total if self.rate is None else self.rate
-            return self.first * math.exp(-rate * t)
+            if self.rate is not None:
+                return self.first * math.exp(-self.rate * t)
+            return self.first * (last / self.first) ** (t / steps)
         if self.kind == "cosine-cyclic":
             period = math.ceil(total / self.cycles)
             return self.first / 2 * (math.cos(math.pi * (t % period) / period) + 1)
         half = self.every or max(1, math.ceil(total / (2 * self.cycles)))
         cycle = t // (2 * half)
-        peak = self.first + (last - self.first) * t / total
+        peak = self.first + (last - self.first) * cycle / max((total - 1) // (2 * half), 1)
         if self.rate is not None:
-            peak = self.first * (1 - min(self.rate, 1.0)) ** cycle
+            peak = self.first * max(1 - self.rate * cycle, 0.0)
         bottom = min(self.floor or 0.0, peak)
         return bottom + (peak - bottom) * abs(1 - (t % (2 * half)) / half)
 
@@ -156,6 +169,25 @@ def _float(text: str, part: str) -> float:
         return float(part)
     except ValueError:
         raise UserError(f"schedule {text!r}: {part!r} is not a number.") from None
+
+
+def following_rate(schedule: Schedule, learning_rate: float, learning_rate_end: float | None) -> Schedule:
+    """A "learning-rate" schedule as what it is in a run whose learning rate moves linearly; others unchanged.
+
+    Formal guarantee: data-independent, since the learning rates are."""
+    if schedule.kind != "learning-rate":
+        return schedule
+    if learning_rate_end is None:
+        return Schedule("constant", schedule.first)
+    return Schedule("linear", schedule.first, schedule.first * learning_rate_end / learning_rate)
+
+
+def resilient_start(bound: float, sigma: float, sensitivity: float) -> float:
+    """P3's rule for a first noise multiplier that resists leakage: sigma_0 >= C sigma / S, so that with a smaller
+    dynamic sensitivity S the first noise is as wide as that of the fixed bound C and multiplier sigma."""
+    for name, value in (("bound", bound), ("sigma", sigma), ("sensitivity", sensitivity)):
+        checks.positive(name, value)
+    return bound * sigma / sensitivity
 
 
 def by_iteration(schedule: Schedule) -> Schedule:
