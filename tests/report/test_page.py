@@ -355,3 +355,12 @@ def test_expected_noise_errors_stand_in_the_report_and_measured_ones_only_in_a_p
     assert "error that a round&#39;s noise" in private or "error that a round's noise" in private
     assert "measured, one client" in private
     assert "measured, one client" not in shared
+
+
+def test_the_report_names_both_distortion_bounds_for_what_they_bound(made: dict[str, Path]) -> None:
+    from fedveil.report.view import steady
+
+    said = " ".join(steady(gather(made["sound"])))
+    assert (
+        "every change of all parameters shorter than" in said and "change of the input shorter than" in said
+    )

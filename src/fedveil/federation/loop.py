@@ -48,7 +48,8 @@ from fedveil.protect.promise import Round, Setting, divergence, release
 from fedveil.protect.recipe import Recipe
 from fedveil.training import pool
 from fedveil.training.contract import LocalPlan, LocalResult
-from fedveil.training.evaluate import distortion_bound, evaluate
+from fedveil.training.distortion import distortions
+from fedveil.training.evaluate import evaluate
 
 
 @dataclass(frozen=True, eq=False)
@@ -529,9 +530,7 @@ def record_round(
             ):
                 stop = f"target_accuracy = {config.target_accuracy} reached on the validation set"
         if config.diagnostics and task.loss == "cross-entropy":
-            line["distortion_bound"] = distortion_bound(
-                task.module, weights, data.x_test[:256], data.y_test[:256]
-            )
+            line |= distortions(task.module, weights, data.x_test[:256], data.y_test[:256])
         if not np.isfinite(weights).all():
             stop = "the global model is no longer finite: lower learning_rate"
     store.append_line(folder / "metrics.jsonl", line)

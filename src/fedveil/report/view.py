@@ -355,6 +355,13 @@ def steady(facts: Facts) -> list[str]:
         if own
         else []
     )
+    if (kept := facts.last("parameter_distortion")) is not None:
+        printed, within = facts.last("parameter_distortion_printed"), facts.last("input_distortion")
+        said.append(
+            f"half of the rightly classified test rows keep their label under every change of all parameters shorter than "
+            f"{short(kept)} (Proposition 2 as printed, a first-order estimate: {short(printed)}), and under every change of "
+            f"the input shorter than {short(within)}"
+        )
     error, bound = (set(facts.column(key)) for key in ("expected_l1", "expected_l1_bound"))
     if len(error) == len(bound) == 1 and None not in error | bound:
         said.append(

@@ -1,4 +1,4 @@
-"""How good a model is, on public data; and P1's bound on the distortion that keeps a label."""
+"""How good a model is, on public data."""
 
 from __future__ import annotations
 
@@ -49,35 +49,3 @@ def evaluate(
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def distortion_bound(module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> float | None:
-    """Median over rightly classified rows of margin / (sqrt(2) * Lipschitz bound): no input change of smaller
-    L2 norm can change the label (P1, Proposition 2). None for models whose layers have no known bound."""
-    lipschitz = _lipschitz(load(module, weights))
-    if lipschitz is None or not np.isfinite(lipschitz) or lipschitz == 0:
-        return None
-    out = outputs(module, weights, x).double()
-    own = out.gather(1, torch.as_tensor(y)[:, None])[:, 0]
-    others = out.scatter(1, torch.as_tensor(y)[:, None], -torch.inf).max(1).values
-    margins = (own - others)[own > others]
-    return None if len(margins) == 0 else _finite((margins.median() / (2**0.5 * lipschitz)).item())
-
-
-def _lipschitz(module: nn.Module) -> float | None:
-    """Product of layer bounds; a convolution is bounded by sqrt(kernel positions) times its matrix norm."""
-    if not isinstance(module, nn.Sequential):
-        return None
-    product = 1.0
-    for layer in module:
-        if isinstance(layer, nn.Linear):
-            product *= float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
-        elif isinstance(layer, nn.Conv2d):
-            kernel = layer.weight.detach()
-            positions = kernel.shape[2] * kernel.shape[3]
-            product *= positions**0.5 * float(torch.linalg.matrix_norm(kernel.flatten(1), 2))
-        elif isinstance(layer, nn.Sigmoid):
-            product *= 0.25
-        elif not isinstance(layer, (nn.ReLU, nn.Tanh, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.Identity)):
-            return None
-    return product
