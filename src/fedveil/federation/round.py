@@ -22,7 +22,7 @@ from fedveil.errors import UserError
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
 from fedveil.privacy.schedules import Schedule
-from fedveil.protect import aggregate, channel, connectivity, ldp, noise, udp
+from fedveil.protect import adaclip, aggregate, channel, connectivity, ldp, noise, udp
 from fedveil.protect.batches import batches
 from fedveil.protect.promise import Round, Setting
 from fedveil.protect.recipe import Recipe, spacing
@@ -76,8 +76,8 @@ def start(task: Task, weights: np.ndarray) -> State:
     if clip.rule == "quantile":
         server["bound"] = np.array(clip.bound.value(0, task.setting.rounds))
     if clip.rule == "adaclip":
-        server["adaclip_mean"] = np.zeros(task.layout.size, np.float32)
-        server["adaclip_variance"] = np.full(task.layout.size, 1.0 / task.layout.size, np.float32)
+        begun = adaclip.first(clip.bound.value(0, task.setting.rounds), task.layout.size)
+        server["adaclip_mean"], server["adaclip_variance"] = begun.mean, begun.square
     if task.recipe.mechanism == "two-valued":
         first = (
             ldp.model_ranges(weights, task.layout)
@@ -178,16 +178,19 @@ def work_of(task: Task, state: State, now: Round, client: int) -> ClientWork:
     if recipe.heterogeneity and "anchor" in state.server:
         vectors["anchor"] = state.server["anchor"]
     if recipe.clip.rule == "adaclip":
-        mean, variance = state.server["adaclip_mean"], state.server["adaclip_variance"]
-        deviation = np.sqrt(np.maximum(variance, 1e-12))
-        vectors["shift"] = mean
-        vectors["scale"] = np.sqrt(deviation * deviation.sum(dtype=np.float64)).astype(np.float32)
+        vectors["shift"] = state.server["adaclip_mean"]
+        vectors["scale"] = adaclip.scale(adaclip_memory(state))
     return ClientWork(
         client=client,
         rows=batches(kind, rows, task.setting.batch, task.setting.steps, task.root, now.number, client),
         noise_key=derive(task.root, "noise", now.number, client)[:16],
         **vectors,
     )
+
+
+def adaclip_memory(state: State) -> adaclip.Memory:
+    """AdaClip's mean and squared deviation of the noised gradients so far."""
+    return adaclip.Memory(state.server["adaclip_mean"], state.server["adaclip_variance"])
 
 
 def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool = True) -> dict[str, float]:
@@ -454,13 +457,10 @@ def merge(
         facts["below"] = share
     if recipe.clip.rule == "adaclip":
         gradient = -mean / (learning_rate_of(task, state.round) * setting.steps)
-        decay = 0.9
-        old = state.server["adaclip_mean"]
-        server["adaclip_mean"] = (decay * old + (1 - decay) * gradient).astype(np.float32)
-        spread = (gradient - old) ** 2
-        server["adaclip_variance"] = np.clip(
-            decay * state.server["adaclip_variance"] + (1 - decay) * spread, 1e-10, 1.0
-        ).astype(np.float32)
+        factor = {"sum": 1 / setting.batch, "mean": 1.0, "example": setting.batch**-0.5}[recipe.noise_on]
+        old = adaclip_memory(state)
+        new = adaclip.follow(old, gradient, adaclip.mean_noise(old, now.sigmas, factor, count))
+        server["adaclip_mean"], server["adaclip_variance"] = new.mean, new.square
     return _finish(task, state, now, weights, server, facts)
 
 

@@ -415,7 +415,7 @@ def _build() -> dict[str, Recipe]:
             name="adaclip",
             summary="per-coordinate shift and scale from noised gradients (Pichapati et al.)",
             paper="P2, P3",
-            clip=_flat(1.0, rule="adaclip"),
+            clip=_flat(4.0, rule="adaclip"),
         ),
         replace(
             fed_cdp,
