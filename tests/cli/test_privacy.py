@@ -269,7 +269,7 @@ def test_another_delta_and_accountant(run: Any, ledger_file: Path) -> None:
 def test_verify_is_quiet_about_whole_ledgers_and_names_the_broken_record(run: Any, ledger_file: Path) -> None:
     code, out, _ = run("ledger", ledger_file, "--verify")
     assert code == 0 and "11 records, all intact" in " ".join(out.split())
-    assert in_json(run, "ledger", ledger_file, "--verify") == {"intact": True, "records": 11}
+    assert in_json(run, "ledger", ledger_file, "--verify") == {"intact": True, "records": 11, "anchors": ["ledger.head"]}
     good = ledger_file.read_bytes()
     ledger_file.write_bytes(good.replace(b'"round":6', b'"round":5'))
     for words in (["--verify"], []):
@@ -278,6 +278,8 @@ def test_verify_is_quiet_about_whole_ledgers_and_names_the_broken_record(run: An
     code, out, _ = run("ledger", ledger_file, "--verify", "--json")
     assert code == 1 and json.loads(out)["record"] == 7
     ledger_file.write_bytes(good[:-20])
+    assert run("ledger", ledger_file)[0] == 1  # the head beside it knows the last record: it was accepted
+    ledger_file.with_suffix(".head").unlink()
     code, _, err = run("ledger", ledger_file, "--verify")
     assert code == 1 and "record 10 is torn" in err
     code, out, _ = run("ledger", ledger_file)  # reading goes on without the torn record

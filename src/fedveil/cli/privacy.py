@@ -320,11 +320,12 @@ def ledger(
     if not path.is_file():
         raise UserError(f"{path}: no ledger there. Give a run's folder or its ledger.jsonl.")
     try:
+        compared = _against_anchors(path, verify)
         book = Ledger.read(path)
     except Damaged as damaged:
         _broken(damaged.record, str(damaged), as_json)
     if verify:
-        _verify(path, book.head[0], book.torn_bytes, as_json)
+        _verify(path, book.head[0], book.torn_bytes, compared, as_json)
         return
     rows = book.table(delta, accountant)
     if target:
@@ -363,15 +364,38 @@ def _broken(record: int, message: str, as_json: bool) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _verify(path: Path, last: int, torn_bytes: int, as_json: bool) -> None:
+def _against_anchors(path: Path, thorough: bool) -> dict[str, Any]:
+    """Compare a ledger with all that is known elsewhere: the head beside it and, in a run's folder, checkpoints,
+    metrics and result. Raises `Damaged` for one that was cut, rolled back or exchanged."""
+    from fedveil.federation import folder
+    from fedveil.privacy.ledger import journal
+
+    if path.name == "ledger.jsonl" and (path.parent / "run.json").exists():
+        return folder.verify(path.parent) if thorough else {"records": len(folder.check_ledger(path.parent))}
+    anchors = journal.kept_head(path)
+    records = journal.read(path).records
+    journal.check_anchors(records, anchors, path)
+    return {"records": len(records), "anchors": [anchor.source for anchor in anchors]}
+
+
+def _verify(path: Path, last: int, torn_bytes: int, compared: dict[str, Any], as_json: bool) -> None:
     if torn_bytes:
         message = (
             f"{path}: record {last + 1} is torn ({torn_bytes} bytes): its writing was interrupted, so nothing was "
             "released with it. Continuing the run repairs the file."
         )
         _broken(last + 1, message, as_json)
-    data = {"intact": True, "records": last + 1}
-    emit(data, as_json, lambda: typer.echo(f"{path}: {last + 1} records, all intact."))
+    names = compared.get("anchors", [])
+    beside = f"compared with {', '.join(names)}" if names else "nothing else knows how long it should be"
+    beside += f" and the {compared['rounds']} rounds of its run" if compared.get("rounds") else ""
+    notes = compared.get("notes", [])
+
+    def show() -> None:
+        typer.echo(f"{path}: {last + 1} records, all intact; {beside}.")
+        for note in notes:
+            typer.echo(f"note: {note}")
+
+    emit({"intact": True, **compared}, as_json, show)
 
 
 def _sampling(kind: str | None, rate: float | None, batch: int | None, population: int | None) -> Sampling:

@@ -21,6 +21,7 @@ import numpy as np
 from fedveil.data.datasets import Dataset, load
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
+from fedveil.federation import folder as run_folder
 from fedveil.federation import store
 from fedveil.federation.config import RunConfig, check_config
 from fedveil.federation.round import (
@@ -299,8 +300,9 @@ def run(
     prepared = prepare(config, dataset, module)
     task = prepared.task
     prepared = replace(prepared, data_digest=data_digest(task))
-    state = open_folder(prepared, folder, resume, command)
     with ExitStack() as stack:
+        hold_folder(stack, folder, resume)
+        state = open_folder(prepared, folder, resume, command)
         ledger = stack.enter_context(open_ledger(prepared, folder))
         workers: int | pool.Workers = config.workers
         if config.workers > 1 and prepared.engine in ("stacked", "functional"):
@@ -333,6 +335,13 @@ def run(
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
+def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:
+    """Take the folder's lock, before anything in it is read or cut, for as long as the stack lives."""
+    if resume and not folder.exists():
+        raise UserError(f"--resume: {folder} does not exist; run without --resume first")
+    stack.enter_context(run_folder.hold(folder, create=not resume))
+
+
 def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
     config = prepared.config
     known = store.checkpoints(folder / "checkpoints")
@@ -353,12 +362,15 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
             )
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1])
+            if state.weights.shape != prepared.initial.shape:
+                raise UserError(f"--resume: the checkpoint of round {known[-1]} belongs to another model")
+        run_folder.check(folder)  # before the lines that the ledger is compared with are cut
+        for note in run_folder.notes_of(folder):
+            print(f"note: {note}", file=sys.stderr)
         for name in ("metrics.jsonl", "private.jsonl"):
             if (folder / name).exists():
                 store.keep_rounds(folder / name, state.round)
         return state
-    if resume and not folder.exists():
-        raise UserError(f"--resume: {folder} does not exist; run without --resume first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:
@@ -380,22 +392,15 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
             "layers": list(prepared.task.layout.layer_names),
             "examples": prepared.partition.examples,
             "copies": prepared.partition.copies,
+            "identity": config_hash(config),
         },
     )
     return state
 
 
 def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
-    """Continue the run's ledger, which must still hold what the newest checkpoint saw; or start it."""
-    path, head = folder / "ledger.jsonl", store.ledger_head(folder / "checkpoints")
-    if path.exists():
-        return Ledger.open(path, head)
-    if head is not None or (folder / "metrics.jsonl").exists():
-        raise UserError(
-            f"{path} is gone, but the run has begun: what was released can no longer be counted. Put the ledger "
-            "back, or start a new run"
-        )
-    return Ledger.create(path, header_of(prepared))
+    """Continue the run's ledger, which must hold all that the folder knows; or start it."""
+    return run_folder.open_ledger(folder, lambda: header_of(prepared))
 
 
 def header_of(prepared: Prepared) -> Header:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -15,14 +17,18 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
 from fedveil.federation.round import State
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
-_NAME = re.compile(r"round-(\d{6})\.json$")
+MOST_BYTES = 1 << 28  # of a JSON file that is read whole
+MOST_LINES_BYTES = 1 << 30  # of a file of JSON lines
+NO_CHECKSUM = "was written by an earlier version, without a checksum: a flipped bit in it would go unnoticed"
+_FACTS = {"round", "bytes", "scalars", "ledger", "sha256", "check"}
+_NAME = re.compile(r"round-(\d{6,9})\.json")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -34,6 +40,7 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except OSError as wrong:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -41,7 +48,6 @@ def write_atomic(path: Path, content: bytes) -> None:
             f"cannot write {path}: {wrong.strerror}. Free space or choose another --out; the last "
             "checkpoint is intact and --resume continues from it"
         ) from wrong
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -53,16 +59,37 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_atomic(path, (json.dumps(_finite(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A whole file of at most `most` bytes; whatever else it is, is a clear error."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: not a run directory, or the run never started") from None
+    except OSError as wrong:
+        raise UserError(f"cannot read {path}: {wrong.strerror}") from None
+    if len(data) > most:
+        raise UserError(f"{path} is larger than {most >> 20} MB, the most that is read")
+    return data
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: not a run directory, or the run never started") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as wrong:
-        raise UserError(f"{path} is damaged: {wrong}") from None
+        return json.loads(read_bytes(path).decode("utf-8"))
+    except (ValueError, RecursionError) as wrong:
+        raise UserError(f"{path} is damaged: {wrong or 'nested too deeply'}") from None
 
 
 def versions() -> dict[str, str]:
@@ -78,80 +105,118 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
     """Append one JSON line."""
     try:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(value, allow_nan=False) + "\n")
+            file.write(json.dumps(_finite(value), allow_nan=False) + "\n")
     except OSError as wrong:
         raise UserError(f"cannot write {path}: {wrong.strerror}") from wrong
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a torn last line is skipped."""
+    """All whole lines; a torn last line is skipped, and so is whatever is no JSON object."""
     out = []
     if path.exists():
-        for text in path.read_text("utf-8", errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                out.append(json.loads(text))
+        for text in read_bytes(path, MOST_LINES_BYTES).decode("utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    out.append(line)
     return out
 
 
+def round_of(line: Mapping[str, Any]) -> int:
+    """The round that a line of metrics.jsonl or private.jsonl speaks about; 0 if it says none."""
+    number = line.get("round", 0)
+    return number if isinstance(number, int) else 0
+
+
 def keep_rounds(path: Path, last: int) -> None:
-    """Drop lines of rounds after `last` (they will be played again)."""
-    kept = [line for line in read_lines(path) if line.get("round", 0) <= last]
+    """Drop lines of rounds after `last` (they will be played again). Only for whoever holds the folder's lock."""
+    kept = [line for line in read_lines(path) if round_of(line) <= last]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def save_checkpoint(folder: Path, state: State, head: tuple[int, str] | None = None) -> None:
-    """One State as safetensors plus JSON. The JSON is written last and names the data's size: it commits.
+    """One State as safetensors plus JSON. The JSON is written last and holds the data's size and checksum (and
+    its own): it commits.
 
     head: number and hash of the ledger's last record, so that a ledger that was cut or exchanged is found.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        raise UserError(f"cannot create {folder}: {wrong.strerror}") from None
     arrays = {"weights": state.weights}
     arrays.update({f"server.{name}": np.atleast_1d(value) for name, value in state.server.items()})
     scalars = [f"server.{name}" for name, value in state.server.items() if np.ndim(value) == 0]
     stem = folder / f"round-{state.round:06d}"
     blob = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
     write_atomic(stem.with_suffix(".safetensors"), blob)
-    write_atomic(
-        stem.with_suffix(".json"),
-        json.dumps({"round": state.round, "bytes": len(blob), "scalars": scalars, "ledger": head}).encode(),
-    )
+    facts = {"round": state.round, "bytes": len(blob), "scalars": scalars, "ledger": head,
+             "sha256": hashlib.sha256(blob).hexdigest()}  # fmt: skip
+    write_atomic(stem.with_suffix(".json"), json.dumps({**facts, "check": _check(facts)}).encode())
+
+
+def _check(facts: Mapping[str, Any]) -> str:
+    """Checksum of a checkpoint's own facts."""
+    rest = {name: value for name, value in facts.items() if name != "check"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def checkpoints(folder: Path) -> list[int]:
     """Rounds that have a committed checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(m.group(1)) for item in folder.iterdir() if (m := _NAME.search(item.name)))
+    return sorted(int(m.group(1)) for item in folder.iterdir() if (m := _NAME.fullmatch(item.name)))
+
+
+def checkpoint_facts(folder: Path, round_number: int) -> dict[str, Any]:
+    """What a checkpoint says about itself, checked; without "sha256" it was written by an earlier version."""
+    path = folder / f"round-{round_number:06d}.json"
+    facts = read_json(path)
+    try:
+        if not set(facts) <= _FACTS or ("check" in facts) != ("sha256" in facts):
+            raise ValueError("it holds something else than a checkpoint's facts")
+        if "check" in facts and facts["check"] != _check(facts):
+            raise ValueError("its checksum does not fit")
+        head = facts["ledger"] if facts.get("ledger") is not None else (0, "")
+        if int(facts["round"]) != round_number or not isinstance(facts["bytes"], int):
+            raise ValueError("it belongs to another round")
+        facts["ledger"] = None if facts.get("ledger") is None else (int(head[0]), str(head[1]))
+        facts["scalars"] = [str(name) for name in facts["scalars"]]
+    except (AttributeError, LookupError, TypeError, ValueError) as wrong:
+        raise UserError(
+            f"checkpoint {path} is damaged ({wrong}). Delete this round's two files to resume from the one before"
+        ) from None
+    return facts
 
 
 def ledger_head(folder: Path) -> tuple[int, str] | None:
     """The ledger record that the newest checkpoint saw, if there is one."""
     known = checkpoints(folder)
-    if not known:
-        return None
-    head = read_json(folder / f"round-{known[-1]:06d}.json").get("ledger")
-    return None if head is None else (int(head[0]), str(head[1]))
+    return checkpoint_facts(folder, known[-1])["ledger"] if known else None
 
 
 def load_checkpoint(folder: Path, round_number: int) -> State:
     """Read one checkpoint back; a damaged one is a clear error."""
     stem = folder / f"round-{round_number:06d}"
-    facts = read_json(stem.with_suffix(".json"))
-    blob = stem.with_suffix(".safetensors")
+    facts = checkpoint_facts(folder, round_number)
+    path = stem.with_suffix(".safetensors")
     try:
-        if blob.stat().st_size != facts["bytes"]:
+        if path.stat().st_size != facts["bytes"]:
             raise ValueError("its size differs from what was written")
-        arrays = load_file(blob)
-    except (OSError, ValueError, KeyError, SafetensorError) as wrong:
+        blob = path.read_bytes()
+        if "sha256" in facts and hashlib.sha256(blob).hexdigest() != facts["sha256"]:
+            raise ValueError("its checksum does not fit")
+        arrays = load(blob)
+        server = {
+            name.removeprefix("server."): value[0] if name in facts["scalars"] else value
+            for name, value in arrays.items()
+            if name.startswith("server.")
+        }
+        return State(arrays["weights"], round_number, server)
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as wrong:
         raise UserError(
-            f"checkpoint {blob} is damaged ({wrong}). Delete this round's two files to resume from the one before"
+            f"checkpoint {path} is damaged ({wrong}). Delete this round's two files to resume from the one before"
         ) from None
-    server = {
-        name.removeprefix("server."): value[0] if name in facts["scalars"] else value
-        for name, value in arrays.items()
-        if name.startswith("server.")
-    }
-    return State(arrays["weights"], int(facts["round"]), server)
 
 
 @dataclass(frozen=True)

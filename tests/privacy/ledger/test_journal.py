@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -16,7 +17,17 @@ from hypothesis import strategies as st
 
 from fedveil.errors import UserError
 from fedveil.privacy.ledger import journal
-from fedveil.privacy.ledger.journal import GENESIS, Damaged, Locked, Log, encode, read, scan
+from fedveil.privacy.ledger.journal import (
+    GENESIS,
+    Damaged,
+    Locked,
+    Log,
+    encode,
+    head_path,
+    kept_head,
+    read,
+    scan,
+)
 
 
 def written(path: Path, count: int) -> bytes:
@@ -59,6 +70,7 @@ def test_a_write_torn_at_any_byte_loses_at_most_the_record_that_was_never_accept
     last = data.rstrip(b"\n").rindex(b"\n") + 1
     for cut in range(last, len(data) + 1):
         path.write_bytes(data[:cut])
+        head_path(path).unlink(missing_ok=True)
         seen = read(path)
         whole = cut >= len(data) - 1  # only the newline is missing: the record counts
         assert len(seen.records) == (4 if whole else 3)
@@ -132,6 +144,9 @@ def test_create_refuses_an_existing_ledger_and_foreign_files_but_restarts_a_torn
         Log.create(path, {"kind": "header"})
     assert path.read_text() == "my notes"
     path.write_bytes(data[:30])
+    with pytest.raises(UserError, match="there was a ledger here"):  # its head is still known beside it
+        Log.create(path, {"kind": "header"})
+    head_path(path).unlink()
     Log.create(path, {"kind": "header"}).close()
     assert len(read(path).records) == 1
 
@@ -183,7 +198,7 @@ def test_after_a_disk_error_nothing_more_is_accepted_until_reopened(
 
     with monkeypatch.context() as patch:
         patch.setattr(journal.os, call, fail)
-        with pytest.raises(OSError):
+        with pytest.raises(UserError, match="No space left"):
             log.append({"kind": "release", "value": 1})
     with pytest.raises(UserError, match="closed"):
         log.append({"kind": "release", "value": 2})
@@ -209,15 +224,8 @@ def test_every_append_is_synced_before_it_returns(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(journal.os, "pwrite", lambda *a: (calls.append("write"), real_write(*a))[1])
     monkeypatch.setattr(journal.os, "fsync", lambda *a: (calls.append("sync"), real_sync(*a))[1])
     written(tmp_path / "l", 2)
-    assert calls == [
-        "write",
-        "sync",
-        "sync",
-        "write",
-        "sync",
-        "write",
-        "sync",
-    ]  # second sync: the new folder entry
+    assert calls == ["write", "sync", "write", "sync", *["write", "sync", "write"] * 2]
+    # each record is written and synced before its head is written beside it; the sync in between: the new folder entry
 
 
 def test_what_a_killed_process_was_told_is_on_disk(tmp_path: Path) -> None:
@@ -251,3 +259,81 @@ def test_what_a_killed_process_was_told_is_on_disk(tmp_path: Path) -> None:
         found = values(path)
         assert found == list(range(len(found)))
         assert len(found) >= accepted + 1
+
+
+def test_a_file_cut_between_records_rolled_back_or_lost_is_noticed_by_the_head_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    data = written(path, 4)
+    lines = data.splitlines(keepends=True)
+    for keep in range(len(lines)):
+        path.write_bytes(b"".join(lines[:keep]))
+        with pytest.raises(Damaged, match=r"ledger\.head"):
+            Log.open(path)
+    path.unlink()
+    with pytest.raises(UserError, match="forgets what was released"):
+        Log.create(path, {"kind": "header"})
+    path.write_bytes(data)
+    Log.open(path)[0].close()
+
+
+def test_another_ledger_in_its_place_is_noticed(tmp_path: Path) -> None:
+    path, other = tmp_path / "ledger.jsonl", tmp_path / "other.jsonl"
+    written(path, 2)
+    with Log.create(other, {"kind": "header", "who": "else"}) as log:
+        for value in range(9):
+            log.append({"kind": "release", "value": value})
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(Damaged, match="another record there"):
+        Log.open(path)
+
+
+def test_the_head_beside_lags_after_a_crash_and_never_runs_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    written(path, 2)
+    behind = head_path(path).read_bytes()
+    with Log.open(path)[0] as log:
+        log.append({"kind": "release", "value": 2})
+    head_path(path).write_bytes(behind)  # as if killed between the record and its head
+    log, records = Log.open(path)
+    log.close()
+    assert len(records) == 4 and kept_head(path)[0].number == 3
+    head_path(path).write_bytes(b"")  # a power cut
+    Log.open(path)[0].close()
+    head_path(path).write_bytes(b"what is this")
+    with pytest.raises(UserError, match="delete this file"):
+        Log.open(path)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"number":0,"kind":"header","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"7", b'"text"', b"null", b"[]", b'{"number":0}', b'{"number":0,"kind":7}',
+        b'{"number":0,"kind":"header","x":NaN}', b'{"number":0,"kind":"header","x":' + b"9" * 5000 + b"}",
+    ],
+)  # fmt: skip
+def test_a_record_with_a_right_hash_and_odd_contents_is_damage_and_no_crash(payload: bytes) -> None:
+    digest = hashlib.sha256(GENESIS.encode() + payload).hexdigest().encode()
+    with pytest.raises(Damaged) as caught:
+        scan(b'{"hash":"' + digest + b'","record":' + payload + b"}\n")
+    assert caught.value.record == 0
+
+
+def test_files_that_may_not_be_read_or_written_are_clear_errors(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "ledger.jsonl"
+    written(path, 1)
+
+    def forbidden(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "open", forbidden)
+        with pytest.raises(UserError, match="Permission denied"):
+            Log.open(path)
+        with pytest.raises(UserError, match="Permission denied"):
+            Log.create(tmp_path / "new.jsonl", {"kind": "header"})
+    monkeypatch.setattr(journal, "MOST_BYTES", 100)
+    for call in (read, Log.open):
+        with pytest.raises(UserError, match="larger than"):
+            call(path)

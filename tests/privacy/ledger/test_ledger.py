@@ -502,6 +502,9 @@ def test_a_shortened_ledger_is_found_with_the_checkpoint_s_head(tmp_path: Path) 
         head = ledger.head
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(Damaged, match=r"ledger\.head knows record 2"):
+        Ledger.open(path)
+    path.with_suffix(".head").unlink()
     Ledger.open(path).close()  # the chain alone cannot know
     with pytest.raises(Damaged, match="record 2"):
         Ledger.open(path, expect=head)
@@ -516,6 +519,7 @@ def test_a_torn_last_release_is_dropped_at_every_byte_and_never_an_earlier_one(t
     last = data.rstrip(b"\n").rindex(b"\n") + 1
     for cut in range(last, len(data) + 1, 1):
         path.write_bytes(data[:cut])
+        path.with_suffix(".head").unlink(missing_ok=True)  # it never heard of the torn record
         whole = cut >= len(data) - 1
         read_only = Ledger.read(path)
         assert read_only.participations().tolist() == [1, 1, int(whole), 0]
@@ -621,7 +625,7 @@ def test_a_failing_disk_charges_nothing_and_releases_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(journal.os, "pwrite", full)
-        with pytest.raises(OSError):
+        with pytest.raises(UserError, match="No space left"):
             ledger.spend(release(1, (0,), sound(gaussian())))
     with pytest.raises(UserError, match="closed"):
         ledger.spend(release(1, (0,), sound(gaussian())))
@@ -747,3 +751,58 @@ def test_a_thousand_clients_and_ten_thousand_changing_steps_take_seconds_and_the
     assert rows[0].epsilon is not None and again[0].epsilon is not None and rows[0].epsilon < again[0].epsilon
     assert rows[0].epsilon == pytest.approx(0.408, rel=0.015)
     assert first < 6 and more < first
+
+
+def _rechained(bodies: list[dict]) -> bytes:
+    """A file with these bodies and a right chain."""
+    from fedveil.privacy.ledger.journal import GENESIS, encode
+
+    previous, lines = GENESIS, []
+    for number, body in enumerate(bodies):
+        body.pop("number", None)
+        line, previous = encode(body, number, previous)
+        lines.append(line)
+    return b"".join(lines)
+
+
+ODD = (None, True, -1, 1 << 70, 10**12, 1.5, 1e308, -0.0, "", "x", "0-999999999", "5-1", "0,0", [], [[]], {}, {"a": 1})
+
+
+def test_a_right_chain_with_odd_contents_is_read_or_refused_and_never_a_crash(tmp_path: Path) -> None:
+    """Every value of every record replaced by every odd value, one at a time."""
+    import json as plain_json
+
+    from fedveil.privacy.ledger.journal import read
+
+    path = tmp_path / "ledger.jsonl"
+    header = Header(DELTA, 4, sizes=(9, 9, 9, 9), copies=2, holders=((0, 1),), budgets=(Budget(9.0),))
+    with Ledger.create(path, header) as ledger:
+        ledger.spend(release(1, (0, 1), sound(gaussian(6.0, 0.02, 10))), fingerprint="a")
+        ledger.spend(release(2, (2,), sound(gaussian(6.0, 0.02, 10))), fingerprint="b")
+    bodies = plain_json.dumps([r.body for r in read(path).records])
+    tried = refused = 0
+    for place in list(_places(plain_json.loads(bodies))):
+        for odd in ODD:
+            changed = plain_json.loads(bodies)
+            at = changed
+            for step in place[:-1]:
+                at = at[step]
+            at[place[-1]] = odd
+            path.write_bytes(_rechained(changed))
+            tried += 1
+            try:
+                Ledger.read(path).table()
+            except UserError:
+                refused += 1
+    assert tried > 900 and refused > tried / 2
+
+
+def _places(value, path=()):
+    """Every place inside a record's body but its number and kind."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        here = (*path, key)
+        if len(here) > 1 and key not in ("number", "kind"):
+            yield here
+        if isinstance(inner, dict | list):
+            yield from _places(inner, here)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedveil.errors import UserError, did_you_mean
-from fedveil.privacy.accountants import Answer
+from fedveil.privacy.accountants import Answer, check_event
 from fedveil.privacy.events import (
     OBSERVERS,
     UNITS,
@@ -24,6 +26,9 @@ from fedveil.privacy.events import (
 from fedveil.privacy.ledger.balance import GROUP
 
 SECRET = "holds when deployed with secret noise"
+MOST_CLIENTS = 20_000_000
+MOST_STEPS = 10**12  # of one event
+_RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def check_header(header: Header) -> None:
         if not good:
             raise UserError(f"ledger header: {what}")
 
-    need(header.clients >= 1, f"clients is {header.clients}, must be at least 1.")
+    need(1 <= header.clients <= MOST_CLIENTS, f"clients is {header.clients}, must be 1 to {MOST_CLIENTS}.")
     need(0 <= header.delta < 1, f"delta is {header.delta}, must be at least 0 and below 1.")
     need(len(header.sizes) in (0, header.clients), f"{len(header.sizes)} sizes for {header.clients} clients.")
     need(all(size >= 0 for size in header.sizes), "sizes must not be negative.")
@@ -201,7 +206,7 @@ def check_header(header: Header) -> None:
     largest = max(map(len, header.holders), default=0)
     need(largest <= header.copies, f"a holder set has {largest} clients, but copies is {header.copies}.")
     for budget in header.budgets:
-        need(budget.epsilon >= 0, f"budget epsilon is {budget.epsilon}, must be 0 or more.")
+        need(0 <= budget.epsilon < math.inf, f"budget epsilon is {budget.epsilon}, must be 0 or more, and finite.")
         need(
             budget.delta is None or 0 <= budget.delta < 1,
             f"budget delta is {budget.delta}, must be in [0, 1).",
@@ -243,10 +248,10 @@ def check_release(release: Release, clients: int) -> None:
                     f"claim {claim.observer}/{claim.unit}: verdict '{claim.verdict}' needs an event."
                 )
             if claim.event is not None and not (
-                claim.event.steps >= 0 and 0 < claim.event.noise.multiplier < math.inf
+                0 <= claim.event.steps <= MOST_STEPS and 0 < claim.event.noise.multiplier < math.inf
             ):
                 raise UserError(
-                    f"claim {claim.observer}/{claim.unit}: steps must not be negative and the noise "
+                    f"claim {claim.observer}/{claim.unit}: steps must be 0 to {MOST_STEPS} and the noise "
                     "multiplier must be positive and finite."
                 )
 
@@ -270,12 +275,17 @@ def pack_clients(clients: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def unpack_clients(text: str) -> tuple[int, ...]:
-    """The inverse of `pack_clients`."""
+def unpack_clients(text: str, most: int = MOST_CLIENTS) -> tuple[int, ...]:
+    """The inverse of `pack_clients`; more than `most` clients are refused before they take memory."""
     clients: list[int] = []
     for run in text.split(",") if text else ():
-        first, _, last = run.partition("-")
-        clients.extend(range(int(first), int(last or first) + 1))
+        found = _RUN.fullmatch(run)
+        if found is None:
+            raise ValueError(f"'{run[:40]}' is no client number and no range of them")
+        first, last = int(found.group(1)), int(found.group(2) or found.group(1))
+        if last < first or last >= most or len(clients) + last - first >= most:
+            raise ValueError(f"clients '{run}' of {most}")
+        clients.extend(range(first, last + 1))
     return tuple(clients)
 
 
@@ -287,13 +297,81 @@ def lean(value: Any) -> Any:
     return {f.name: lean(item) for f, item in items if item != f.default}
 
 
-def claim_from_lean(data: dict[str, Any]) -> Claim:
-    """The inverse of `lean` for claims."""
-    event = data.get("event")
-    if event is not None:
-        noise, sampling = Noise(**event["noise"]), Sampling(**event.get("sampling", {}))
-        event = Event(**{**event, "noise": noise, "sampling": sampling})
-    return Claim(**{**data, "event": event})
+def claim_from_lean(data: Any) -> Claim:
+    """The inverse of `lean` for claims; every value is checked, because a file can hold anything."""
+    plain = dict(_fields(Claim, data))
+    if plain.get("event") is not None:
+        event = dict(_fields(Event, plain["event"]))
+        event["noise"] = _typed(Noise, event["noise"])
+        event["sampling"] = _typed(Sampling, event.get("sampling", {}))
+        plain["event"] = _typed(Event, event)
+        check_event(plain["event"])
+    return _typed(Claim, plain)
+
+
+Made = TypeVar("Made")
+
+
+def _typed(kind: type[Made], data: Any) -> Made:
+    """A dataclass from a dictionary that has its fields only, each with a value of its type."""
+    hints, values = _TYPES[kind], dict(_fields(kind, data))
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{name} = {str(value)[:40]!r}")
+        if hints[name] is float:
+            values[name] = float(value)
+    return kind(**values)
+
+
+def _fields(kind: type, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict) or not set(data) <= set(_TYPES[kind]):
+        raise ValueError(f"{str(data)[:40]!r} is no {kind.__name__.lower()}")
+    return data
+
+
+_KINDS: tuple[type, ...] = (Claim, Event, Noise, Sampling, Budget, Header)
+_TYPES = {kind: get_type_hints(kind) for kind in _KINDS}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62
+    return isinstance(value, hint)
+
+
+def check_body(body: dict[str, Any], budgets: int) -> None:
+    """Raise `ValueError` unless the body of a record has the shape of its kind (`claim_from_lean` reads on)."""
+
+    def need(good: bool, what: str) -> None:
+        if not good:
+            raise ValueError(f"odd {what} in a record of kind '{body['kind'][:20]}'")
+
+    kind = body["kind"]
+    if kind == "spent":
+        numbers = body.get("budgets")
+        need(isinstance(numbers, list) and all(_fits(n, int) and 0 <= n < budgets for n in numbers), "budgets")
+    if kind != "release":
+        return
+    need(_fits(body.get("round"), int) and body["round"] >= 0, "round")
+    need(isinstance(body.get("fingerprint"), str), "fingerprint")
+    need(isinstance(body.get("charged"), bool), "charge")
+    need(isinstance(body.get("note", ""), str), "note")
+    parts, groups = body.get("parts"), body.get("groups")
+    need(isinstance(parts, list) and all(isinstance(claims, list) for claims in parts), "parts")
+    need(
+        isinstance(groups, list)
+        and all(isinstance(g, list) and len(g) == 2 and _fits(g[0], int) and g[0] >= 0 for g in groups)
+        and all(isinstance(g[1], str) for g in groups),
+        "groups",
+    )
 
 
 def header_to_json(header: Header) -> dict[str, Any]:
@@ -309,20 +387,22 @@ def header_to_json(header: Header) -> dict[str, Any]:
     return data
 
 
-def header_from_json(data: dict[str, Any]) -> Header:
-    """The inverse of `header_to_json`."""
-    committed = data["committed"]
+def header_from_json(data: Any) -> Header:
+    """The inverse of `header_to_json`; raises `ValueError` or `UserError` for anything else."""
+    plain = dict(_fields(Header, data))
+    most = min(plain["clients"], MOST_CLIENTS) if _fits(plain["clients"], int) else 0
+    committed = plain.get("committed")
     if committed is not None:
         groups = tuple(
-            (unpack_clients(c), tuple(claim_from_lean(x) for x in claims)) for c, claims in committed
+            (unpack_clients(clients, most), tuple(claim_from_lean(x) for x in claims))
+            for clients, claims in committed
         )
-        committed = Release(data["planned_rounds"] or 0, groups, "committed in advance")
-    return Header(
-        **{
-            **data,
-            "sizes": tuple(data["sizes"]),
-            "holders": tuple(unpack_clients(text) for text in data["holders"]),
-            "budgets": tuple(Budget(**budget) for budget in data["budgets"]),
-            "committed": committed,
-        }
-    )
+        committed = Release(plain["planned_rounds"] or 0, groups, "committed in advance")
+    plain["sizes"] = tuple(plain.get("sizes", ()))
+    if not all(_fits(size, int) for size in plain["sizes"]):
+        raise ValueError("odd sizes")
+    plain["holders"] = tuple(unpack_clients(text, most) for text in plain.get("holders", ()))
+    plain["budgets"] = tuple(_typed(Budget, budget) for budget in plain.get("budgets", ()))
+    header = _typed(Header, {**plain, "committed": committed})
+    check_header(header)
+    return header

@@ -39,6 +39,7 @@ from fedveil.privacy.ledger.entries import (
     Header,
     Receipt,
     Row,
+    check_body,
     check_header,
     check_name,
     check_release,
@@ -51,7 +52,7 @@ from fedveil.privacy.ledger.entries import (
     pack_clients,
     unpack_clients,
 )
-from fedveil.privacy.ledger.journal import Damaged, Locked, Log, Record, read
+from fedveil.privacy.ledger.journal import Anchor, Damaged, Locked, Log, Record, read
 from fedveil.privacy.ledger.worst import Judge, most, of_clients, of_units, relations, worst
 from fedveil.privacy.shuffle import shuffled_noise
 
@@ -61,6 +62,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+UNREADABLE = (UserError, LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 ROUNDING = 1 + 1e-8  # composing round by round and all at once differ by less
 
 
@@ -87,7 +89,9 @@ class _View:
 class Ledger:
     """One run's ledger. Use `create`, `open` (both lock the file) or `read`; close it or use it in `with`."""
 
-    def __init__(self, header: Header, records: Sequence[Record], log: Log | None) -> None:
+    def __init__(
+        self, header: Header, records: Sequence[Record], log: Log | None, path: Path | str = "ledger"
+    ) -> None:
         self.header = header
         self.torn_bytes = 0
         self._log = log
@@ -101,7 +105,11 @@ class Ledger:
         self._rounds: set[int] = set()
         for record in records:
             self._head = record
-            self._take(record)
+            try:
+                check_body(record.body, len(header.budgets))
+                self._take(record)
+            except UNREADABLE as wrong:
+                raise Damaged(path, record.number, f"its contents are not a ledger's ({wrong})") from None
 
     @classmethod
     def create(cls, path: Path | str, header: Header) -> Ledger:
@@ -118,16 +126,12 @@ class Ledger:
     def open(cls, path: Path | str, expect: tuple[int, str] | None = None) -> Ledger:
         """Continue a ledger: check the chain, repair a torn end, restore what was spent.
 
-        expect: (number, hash) of a record that must be there, as kept in a checkpoint; finds a ledger that
-        was cut short or exchanged.
+        expect: (number, hash) of a record that must be there, as kept in a checkpoint; with the head beside the
+        file it finds a ledger that was cut short, rolled back or exchanged.
         """
-        log, records = Log.open(path)
+        log, records = Log.open(path, [Anchor(*expect, "the checkpoint")] if expect else ())
         try:
-            if expect and (expect[0] >= len(records) or records[expect[0]].hash != expect[1]):
-                raise Damaged(
-                    path, expect[0], "the checkpoint was made with another record there, or a longer file"
-                )
-            return cls(_header_of(path, records), records, log)
+            return cls(_header_of(path, records), records, log, path)
         except BaseException:
             log.close()
             raise
@@ -138,9 +142,9 @@ class Ledger:
         contents = read(path)
         records = contents.records if until is None else contents.records[: until + 1]
         if rounds is not None:
-            later = (r.body["kind"] == "release" and r.body["round"] > rounds for r in records)
+            later = (r.body["kind"] == "release" and _round(r) > rounds for r in records)
             records = records[: next((at for at, is_later in enumerate(later) if is_later), len(records))]
-        ledger = cls(_header_of(path, records), records, None)
+        ledger = cls(_header_of(path, records), records, None, path)
         ledger.torn_bytes = len(contents.torn)
         return ledger
 
@@ -293,10 +297,13 @@ class Ledger:
     def _decode(self, body: dict[str, Any]) -> Release:
         for claims in body["parts"]:
             self._book.define(tuple(claim_from_lean(claim) for claim in claims))
+        most = self.header.clients
         groups = tuple(
-            (unpack_clients(clients), self._book.sets[number]) for number, clients in body["groups"]
+            (unpack_clients(clients, most), self._book.sets[number]) for number, clients in body["groups"]
         )
-        return Release(body["round"], groups, body.get("note", ""))
+        release = Release(body["round"], groups, body.get("note", ""))
+        check_release(release, most)
+        return release
 
     def _view(self, client: int | None = None) -> _View:
         """All clients, or the one client with what concerns it."""
@@ -496,4 +503,12 @@ def _content(body: dict[str, Any]) -> str:
 def _header_of(path: Path | str, records: Sequence[Record]) -> Header:
     if not records or records[0].body.get("kind") != "header":
         raise UserError(f"{path}: does not begin with a ledger header; is this a ledger file?")
-    return header_from_json(records[0].body["header"])
+    try:
+        return header_from_json(records[0].body["header"])
+    except UNREADABLE as wrong:
+        raise Damaged(path, 0, f"not a header of this version ({wrong})") from None
+
+
+def _round(record: Record) -> int:
+    number = record.body.get("round")
+    return number if isinstance(number, int) else 0
