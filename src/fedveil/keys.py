@@ -21,7 +21,9 @@ def derive(seed: int | bytes, purpose: str, *parts: int) -> bytes:
 
 def generator(seed: int | bytes, purpose: str, *parts: int) -> np.random.Generator:
     """A NumPy generator for one purpose (never for noise that protects data: see protect.noise)."""
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(derive(seed, purpose, *parts)[:16], "little")))
+    return np.random.Generator(
+        np.random.Philox(key=int.from_bytes(derive(seed, purpose, *parts)[:16], "little"))
+    )
 
 
 def entropy() -> bytes:

@@ -24,11 +24,12 @@ def prepared(name, *changes):
     [
         ("udp-fl-gaussian", []),
         ("udp-fl-laplace", []),
-        ("udp-fl-laplace", ["clip.norm=l2"]),
+        ("udp-fl-laplace", ["clip.norm=l1"]),
         ("udp-fl-staircase", []),
+        ("udp-fl-staircase-joint", []),
         ("udp-fl-staircase-iid", []),
     ],
-    ids=["gaussian", "laplace-l1", "laplace-l2", "joint-staircase", "staircase"],
+    ids=["gaussian", "laplace-l2", "laplace-l1", "narrow-staircase", "joint-staircase", "staircase"],
 )
 def test_all_mechanisms_are_calibrated_to_the_same_epsilon(name, changes):
     run = prepared(name, "calibrate=true", "target_epsilon=4", *changes)
@@ -59,7 +60,14 @@ def test_the_staircase_histogram_is_its_density_with_the_true_lambda(lam, nu):
 
 
 @pytest.mark.parametrize(
-    "name", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase", "udp-fl-staircase-iid"]
+    "name",
+    [
+        "udp-fl-gaussian",
+        "udp-fl-laplace",
+        "udp-fl-staircase",
+        "udp-fl-staircase-joint",
+        "udp-fl-staircase-iid",
+    ],
 )
 def test_the_measured_error_is_the_distance_to_the_update_without_noise(name):
     """With one local step nothing follows from the noise but the noise itself."""
@@ -76,7 +84,9 @@ def test_the_measured_error_is_the_distance_to_the_update_without_noise(name):
     assert "measured_l1" not in facts  # what the noise was stays private
 
 
-@pytest.mark.parametrize("name", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase-iid"])
+@pytest.mark.parametrize(
+    "name", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase", "udp-fl-staircase-iid"]
+)
 def test_expected_and_measured_errors_of_a_round_agree(name):
     run = prepared(name, "sigma=3", "model=papers-mlp", "local_steps=16")
     now = moment_of(run.task, start(run.task, run.initial))

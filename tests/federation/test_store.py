@@ -22,9 +22,17 @@ def test_code_named_by_a_run_directory_is_not_imported_unasked(tmp_path, key, co
     facts = json.loads((folder / "run.json").read_text())
     facts["config"][key] = "trap:spring"
     (folder / "run.json").write_text(json.dumps(facts))
-    (tmp_path / "trap.py").write_text("open('sprung', 'w').close()\ndef spring(*a, **k): raise SystemExit(7)\n")
-    words = ["run", "fed-cdp-sound", "--resume", "--out", str(folder)] if command == "resume" else [command, str(folder)]
-    done = subprocess.run([sys.executable, "-m", "fedveil", *words], cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "trap.py").write_text(
+        "open('sprung', 'w').close()\ndef spring(*a, **k): raise SystemExit(7)\n"
+    )
+    words = (
+        ["run", "fed-cdp-sound", "--resume", "--out", str(folder)]
+        if command == "resume"
+        else [command, str(folder)]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fedveil", *words], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "--trust-code" in done.stderr
     assert not (tmp_path / "sprung").exists()
     with pytest.raises(UserError):

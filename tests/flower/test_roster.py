@@ -102,7 +102,9 @@ def test_json_beyond_the_limits_is_malformed_and_nothing_else(data: bytes) -> No
 
 
 def test_brackets_inside_texts_do_not_count_as_depth() -> None:
-    assert limits.read_json(json.dumps({"a": "[" * 500 + '"' + "{" * 500})) == {"a": "[" * 500 + '"' + "{" * 500}
+    assert limits.read_json(json.dumps({"a": "[" * 500 + '"' + "{" * 500})) == {
+        "a": "[" * 500 + '"' + "{" * 500
+    }
 
 
 def test_random_changes_of_a_roster_file_never_end_in_a_traceback(tmp_path: Path) -> None:
@@ -120,7 +122,9 @@ def test_random_changes_of_a_roster_file_never_end_in_a_traceback(tmp_path: Path
             elif kind == 1:
                 del data[at : at + draw.randint(1, 40)]
             else:
-                data[at:at] = draw.choice([b"[", b"{", b"1e9", b"null", b'"', b"-1", bytes([draw.randrange(256)])])
+                data[at:at] = draw.choice(
+                    [b"[", b"{", b"1e9", b"null", b'"', b"-1", bytes([draw.randrange(256)])]
+                )
         path.write_bytes(data)
         with contextlib.suppress(UserError):
             rosters.read_roster(path)

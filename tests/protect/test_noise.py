@@ -376,3 +376,15 @@ def test_grid_noise_is_gaussian_with_one_sensitivity(change):
     sensitivity = change.pop("sensitivity", 1.0)
     with pytest.raises(UserError, match="grid"):
         noise.noised_sum(plan(grid=0.1, **change), work(), 0, 1, np.zeros(4, np.float32), sensitivity)
+
+
+def test_a_narrow_staircase_has_steps_of_its_width_and_tends_to_laplace():
+    """100,000 draws; the mean of |x| of Laplace noise of scale 2 is 2, found to 0.02 (3 deviations)."""
+    plan = LocalPlan(
+        1, 1.0, 1.0, noise="staircase", multipliers=(2.0,), bounds=(1.0,), clip="flat", width=0.05
+    )
+    work = ClientWork(0, np.zeros((1, 0), np.int32), KEY)
+    drawn = noise.step_noise(plan, work, 0, 1, 100_000)
+    same = np.float32(0.05) * noise.staircases(KEY, 0, 100_000, 0.05 / 2.0)
+    np.testing.assert_array_equal(drawn, same)
+    assert np.abs(drawn).mean() == pytest.approx(2.0, abs=0.02)

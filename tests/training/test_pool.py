@@ -122,9 +122,7 @@ def test_stream_reads_no_further_than_its_chunk_and_keeps_the_order():
             read.append(one.client)
             yield one
 
-    stream = pool.stream(
-        case.module, case.start, case.x, case.y, generate(), what, engine="stacked", chunk=2
-    )
+    stream = pool.stream(case.module, case.start, case.x, case.y, generate(), what, engine="stacked", chunk=2)
     first = next(stream)
     assert first.delta.shape[0] == 2 and len(read) == 2
     rest = [first, *stream]

@@ -75,9 +75,11 @@ def nbafl(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, .
 
 def clip_for(mechanism: str) -> dict[str, Any]:
     """The changes of a recipe's clip that a mechanism asks for."""
-    if mechanism in ("laplace", "joint-staircase"):
-        return {"clip.norm": "l1", "clip.kind": "flat"}
-    return {"clip.norm": "l2"}
+    if mechanism == "joint-staircase":
+        return {"clip.norm": "l1", "clip.kind": "flat", "width": 1.0}
+    if mechanism == "staircase":
+        return {"clip.norm": "l2", "clip.kind": "flat", "width": 0.0}
+    return {"clip.norm": "l2", "width": 1.0}
 
 
 def expected_participations(task: Task) -> int:

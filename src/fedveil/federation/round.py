@@ -25,7 +25,7 @@ from fedveil.privacy.schedules import Schedule
 from fedveil.protect import adaclip, aggregate, channel, connectivity, ldp, noise, udp
 from fedveil.protect.batches import batches
 from fedveil.protect.promise import Round, Setting
-from fedveil.protect.recipe import Recipe, spacing
+from fedveil.protect.recipe import Recipe, spacing, step_width
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.training.evaluate import evaluate
 
@@ -161,6 +161,8 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0})
     common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on, grid=grid)
+    if recipe.mechanism == "staircase":
+        common["width"] = step_width(recipe, task.layout.size)
     return LocalPlan(**common)
 
 
@@ -211,7 +213,12 @@ def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool =
         return {}
     factor = plan.learning_rate / plan.expected_batch
     told = udp.expected_l1(
-        plan.noise, plan.multipliers[0], plan.bounds[0], task.layout.size, plan.steps, plan.nu
+        plan.noise,
+        plan.multipliers[0] / plan.width,
+        plan.bounds[0] * plan.width,
+        task.layout.size,
+        plan.steps,
+        plan.nu,
     )
     errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle

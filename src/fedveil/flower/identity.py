@@ -78,7 +78,9 @@ def read_identity(path: Path | str) -> bytes:
     text = limits.read_file(path, "identity key", 200).strip()
     with contextlib.suppress(OSError):
         if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-            raise UserError(f"identity key {path}: others may read it; chmod 600 it (and make a new one if they did)")
+            raise UserError(
+                f"identity key {path}: others may read it; chmod 600 it (and make a new one if they did)"
+            )
     try:
         secret = bytes.fromhex(text.decode("ascii"))
     except ValueError:

@@ -100,7 +100,9 @@ def _finite(text: str) -> float:
 
 def canonical(value: Any) -> bytes:
     """The one way to write a plain value down for hashing and signing."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
 
 
 def read_file(path: Path | str, what: str, largest: int = FILE) -> bytes:
@@ -142,15 +144,15 @@ def json_file(path: Path | str, what: str) -> Any:
 Check = Callable[[Any], bool]
 
 
-def fields(
-    value: Any, what: str, must: Mapping[str, Check], may: Mapping[str, Check] = {}
-) -> dict[str, Any]:
+def fields(value: Any, what: str, must: Mapping[str, Check], may: Mapping[str, Check] = {}) -> dict[str, Any]:
     """`value` as a dictionary with exactly these keys, each passing its check; `Malformed` otherwise."""
     if not isinstance(value, dict):
         raise Malformed(f"{what}: expected a table, got {type(value).__name__}")
     for key in value:
         if key not in must and key not in may:
-            raise Malformed(f"{what}: unknown key '{plain(key, 40)}'.{did_you_mean(str(key)[:40], [*must, *may])}")
+            raise Malformed(
+                f"{what}: unknown key '{plain(key, 40)}'.{did_you_mean(str(key)[:40], [*must, *may])}"
+            )
     for key in must:
         if key not in value:
             raise Malformed(f"{what}: '{key}' is missing")

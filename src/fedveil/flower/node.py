@@ -321,7 +321,13 @@ def charge(owner: Owner, policy: Policy, release: Any, secure: bool, within_budg
             ledger.header = replace(
                 stated,
                 budgets=(
-                    Budget(policy.maximum_epsilon, policy.observer, policy.unit, delta=policy.delta, accountant="rdp"),
+                    Budget(
+                        policy.maximum_epsilon,
+                        policy.observer,
+                        policy.unit,
+                        delta=policy.delta,
+                        accountant="rdp",
+                    ),
                 ),
             )
             over = ledger.would_exceed(release)

@@ -162,7 +162,9 @@ def read_roster(path: Path | str, *, pinned: str = "", owner: bytes | None = Non
 def add(roster: Roster, member: Member) -> Roster:
     """With one more node."""
     if member.number in roster.retired:
-        raise UserError(f"number {member.number} was retired from this study; take a number that was never used")
+        raise UserError(
+            f"number {member.number} was retired from this study; take a number that was never used"
+        )
     for name, mine, others in (
         ("number", member.number, {m.number for m in roster.members}),
         ("name", member.name, {m.name for m in roster.members}),
@@ -196,7 +198,9 @@ def changes(old: Roster, new: Roster) -> list[str]:
     for number in sorted(before.keys() & after.keys()):
         was, now = before[number], after[number]
         if was.identity != now.identity:
-            said.append(f"node {number} ({now.name}) has a new identity key {identity.fingerprint(now.identity)}")
+            said.append(
+                f"node {number} ({now.name}) has a new identity key {identity.fingerprint(now.identity)}"
+            )
         if was.supernode != now.supernode:
             said.append(f"node {number} ({now.name}) has a new SuperNode key")
         if was.name != now.name:

@@ -388,7 +388,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for ending in (signal.SIGINT, signal.SIGTERM):  # also where a shell started it in the background, deaf to SIGINT
+    for ending in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # also where a shell started it in the background, deaf to SIGINT
         signal.signal(ending, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options.listen, mixer, server_key))

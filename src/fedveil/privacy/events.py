@@ -30,6 +30,8 @@ class Noise:
     two-valued 1/epsilon. It is the *effective* multiplier: per-layer clipping, the place of the noise and
     the neighbouring relation are already inside (see protect.promise).
     dimension: coordinates that receive i.i.d. noise (matters for Laplace and Staircase only).
+    width: Staircase's step over the bound; lambda is then width / multiplier, so that a narrow Staircase is Laplace
+    noise of scale `multiplier`.
     """
 
     mechanism: MechanismName
@@ -37,6 +39,7 @@ class Noise:
     norm: Literal["l1", "l2"] = "l2"
     dimension: int = 1
     nu: float | None = None
+    width: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -182,25 +182,37 @@ class Staircase:
         order, shift = _order(order), abs(shift) / self.bound
         if shift <= 1:
             return float(three_point_renyi(np.array([order]), self.lam, self.top_mass(shift))[0])
-        return self._renyi_far(order, shift)
+        return float(self._renyi_far(np.array([order]), shift)[0])
 
     def top_mass(self, shift: float) -> float:
         """P(loss = lam) for a shift (in units of `bound`) of at most 1: concave and increasing in `shift`."""
         tail = shift * math.exp(-self.lam) / -math.expm1(-self.lam)
         return self.peak * (tail + min(shift, 2 * self.shape))
 
-    def _renyi_far(self, order: float, shift: float) -> float:
-        # Outside [-nu, shift+nu] the integrand repeats with factor exp(-lam): sum one period geometrically.
+    def loss_law(self, shift: float) -> Array:
+        """P(loss = k lam) for k = -n, ..., n at a shift in units of `bound`, n = ceil(shift)."""
+        # Outside [-nu, shift+nu] everything repeats with factor exp(-lam): sum one period geometrically.
         nu, end = self.shape, shift + self.shape + 1
         jumps = nu + np.arange(math.ceil(end + 1))
         points = np.unique(np.concatenate([jumps, -jumps, shift + jumps, shift - jumps, [-nu - 1, end]]))
         points = points[(points >= -nu - 1) & (points <= end)]
         middle, width = 0.5 * (points[1:] + points[:-1]), np.diff(points)
         moved, still = self._level(middle - shift), self._level(middle)
-        logs = math.log(self.peak) - self.lam * (order * moved + (1 - order) * still)
         tail = (middle < -nu) | (middle > shift + nu)
-        weight = np.where(tail, 1 / -math.expm1(-self.lam), 1.0) * width
-        return float(special.logsumexp(logs, b=weight) / (order - 1))
+        mass = np.where(tail, 1 / -math.expm1(-self.lam), 1.0) * width * self.peak * np.exp(-self.lam * moved)
+        most = math.ceil(shift)
+        # Slivers between jumps that coincide but for rounding may land one value too far: they have no mass to speak of.
+        value = np.clip(still - moved, -most, most).astype(int)
+        return np.bincount(value + most, mass, 2 * most + 1)
+
+    def _renyi_far(self, orders: Array, shift: float) -> Array:
+        mass = self.loss_law(shift)
+        values = np.arange(len(mass)) - len(mass) // 2
+        rise = self.lam * np.outer(orders - 1, values)
+        # The masses sum to 1. Small exponents: what exceeds 1 is summed on its own, without cancellation.
+        small = np.log1p(np.expm1(np.minimum(rise, 30.0)) @ mass)
+        large = special.logsumexp(rise, axis=1, b=mass)
+        return np.where(rise.max(1) < 30.0, small, large) / (orders - 1)
 
     def mean_abs(self) -> float:
         nu, b, g = self.shape, math.exp(-self.lam), -math.expm1(-self.lam)
@@ -400,8 +412,13 @@ def check_noise(noise: Noise) -> None:
     checks.one_of("clip-norm", noise.norm, ("l1", "l2"))
     checks.positive("noise-multiplier", noise.multiplier)
     checks.count("dimension", noise.dimension, 1)
+    checks.positive("width", noise.width)
     if noise.nu is not None:
         checks.unit_interval("nu", noise.nu)
+    if noise.width != 1 and (noise.mechanism, noise.norm) != ("staircase", "l2"):
+        raise UserError(
+            "A step width is a part of i.i.d. Staircase noise under an L2 clip; leave width at 1 elsewhere."
+        )
 
 
 def mechanism(noise: Noise) -> Mechanism:
@@ -412,7 +429,7 @@ def mechanism(noise: Noise) -> Mechanism:
     if noise.mechanism == "laplace":
         return Laplace(noise.multiplier)
     if noise.mechanism == "staircase":
-        return Staircase(1 / noise.multiplier, noise.nu)
+        return Staircase(noise.width / noise.multiplier, noise.nu, noise.width)
     if noise.mechanism == "joint-staircase":
         return JointStaircase(1 / noise.multiplier, noise.dimension, noise.nu)
     return TwoValued(1 / noise.multiplier)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fedveil.privacy import stairs
 from fedveil.privacy.events import Noise
 from fedveil.privacy.mechanisms import (
     Array,
@@ -65,6 +66,8 @@ def vector_guarantee(noise: Noise) -> VectorGuarantee:
         )
     if noise.mechanism == "laplace":
         return _laplace_vector(scale, d, noise.norm)
+    if noise.mechanism == "staircase" and noise.width != 1:
+        return _stairs_vector(noise)
     if noise.mechanism == "staircase":
         return _staircase_vector(Staircase(1 / scale, noise.nu), d, noise.norm)
     if noise.mechanism == "joint-staircase":
@@ -104,6 +107,19 @@ def _laplace_vector(scale: float, d: int, norm: str) -> VectorGuarantee:
         "Laplace noise under an L2 bound: the worst change is spread evenly; at most Gaussian noise of sigma = b",
         "i.i.d. Laplace noise under an L2 clip has no known dominating pair (Gaussian noise of sigma = b does not "
         "dominate it): use the rdp accountant, or an L1 clip",
+    )
+
+
+def _stairs_vector(noise: Noise) -> VectorGuarantee:
+    width, d = noise.width, noise.dimension
+    lam = width / noise.multiplier
+    return VectorGuarantee(
+        stairs.pure(lam, width, d),
+        stairs.zcdp(lam, width, d),
+        lambda orders: stairs.renyi(orders, lam, noise.nu, width, d),
+        None,
+        f"i.i.d. Staircase noise on {d} coordinates with steps of {width:.3g} times the bound",
+        "i.i.d. Staircase noise with steps of their own has no known dominating pair: use the rdp accountant",
     )
 
 

@@ -24,7 +24,8 @@ Noise of a plan (`step_noise`): step l of a client is the stream (noise_key, l),
 The noise on the batch *sum* is S times the returned vector, S being the plan's sensitivity:
     gaussian         multiplier * normals
     laplace          multiplier * laplaces (scale b = multiplier * S)
-    staircase        staircases with lambda = 1 / multiplier (Delta = S), nu default 1 / (1 + e^(lambda/2))
+    staircase        width * staircases with lambda = width / multiplier (Delta = width * S), nu default
+                     1 / (1 + e^(lambda/2))
     joint-staircase  joint_staircase with lambda = 1 / multiplier (Delta = S in l1)
 noise_on "mean" multiplies by expected_batch. noise_on "example": Gaussian is drawn once (example = 0) and
 multiplied by sqrt(batch size); the others are the sum of one independent draw per example, example = position
@@ -393,7 +394,8 @@ def step_noise(plan: LocalPlan, work: ClientWork, step: int, batch_size: int, co
         if plan.noise == "laplace":
             total += laplaces(key, step, count, example=example) * _F(multiplier * factor)
         elif plan.noise == "staircase":
-            total += staircases(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
+            steps = staircases(key, step, count, plan.width / multiplier, plan.nu, example=example)
+            total += steps * _F(factor * plan.width)
         else:
             total += joint_staircase(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
     return total

@@ -18,7 +18,7 @@ from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Rele
 from fedveil.privacy.ledger.entries import GROUP
 from fedveil.protect.batches import passes
 from fedveil.protect.noise import snapped_multiplier
-from fedveil.protect.recipe import Recipe
+from fedveil.protect.recipe import Recipe, step_width
 
 Scope = Literal["holder", "everyone", "single"]
 
@@ -193,7 +193,10 @@ def _batch_sampling(recipe: Recipe, setting: Setting, size: int) -> tuple[Sampli
 def _noise(recipe: Recipe, z: float, dimension: int) -> Noise:
     name = recipe.mechanism
     assert name != "none"
-    return Noise(name, z, norm=recipe.clip.norm, dimension=1 if name == "gaussian" else dimension)
+    width = step_width(recipe, dimension) if name == "staircase" else 1.0
+    return Noise(
+        name, z, norm=recipe.clip.norm, dimension=1 if name == "gaussian" else dimension, width=width
+    )
 
 
 def _runs(values: tuple[float, ...]) -> dict[float, int]:

@@ -75,6 +75,7 @@ class Recipe:
     addition) it is the absolute standard deviation. For Laplace b/C, for Staircase 1/lambda.
     noise_on: "sum" (usual), "example" (every example, or for where="server" every client, gets its own
     noise), "mean" (noise of that scale on the mean).
+    width: step of i.i.d. Staircase noise over the clip bound; 0 is 1 / sqrt(dimension), where it costs about what Laplace does.
     sampling: how a client draws batches; cohort: how a round draws clients.
     grid: 0, or the spacing of the grid on which the Gaussian noise lives, as a fraction of the clip bound (1e-6): the
     sum is rounded to it and gets discrete Gaussian noise. The promise then covers the rounding of what is
@@ -92,6 +93,7 @@ class Recipe:
     sigma: Schedule = field(default_factory=lambda: constant(6.0))
     where: Where = "nowhere"
     noise_on: Literal["sum", "example", "mean"] = "sum"
+    width: float = 1.0
     grid: float = 0.0
     sampling: Literal["poisson", "fixed", "partition", "full"] = "poisson"
     cohort: Literal["poisson", "fixed", "all"] = "fixed"
@@ -208,6 +210,16 @@ def check(recipe: Recipe) -> None:
         refuse("quantile clipping needs 0 < clip.quantile < 1 and clip.count_noise > 0")
     if r.grid:
         _check_grid(r, refuse)
+    narrow_allowed = (r.mechanism, clip.kind, clip.norm) == (
+        "staircase",
+        "flat",
+        "l2",
+    ) and r.sampling != "fixed"
+    if r.width != 1 and not (narrow_allowed and 0 <= r.width < float("inf")):
+        refuse(
+            f"width = {r.width} is the step of i.i.d. Staircase noise under a flat L2 clip (not with sampling = fixed), 0 or "
+            "more; leave it at 1 elsewhere"
+        )
     if not 0 <= r.prune < 1:
         refuse(f"prune = {r.prune} must be in [0, 1)")
     if not 0 < r.share <= 1:
@@ -233,6 +245,11 @@ def _check_grid(recipe: Recipe, refuse: Callable[[str], None]) -> None:
         refuse(
             "grid needs a noise scale that does not come from the batch: set sensitivity = bound and another clip.rule"
         )
+
+
+def step_width(recipe: Recipe, dimension: int) -> float:
+    """The Staircase's step over the clip bound in a model of that many parameters."""
+    return recipe.width or dimension**-0.5
 
 
 def spacing(recipe: Recipe, bounds: Sequence[float], sigmas: Sequence[float]) -> float:
@@ -516,15 +533,25 @@ def _build() -> dict[str, Recipe]:
         replace(
             fed_cdp,
             name="udp-fl-laplace",
-            summary="UDP-FL with Laplace noise and an L1 clip",
+            summary="UDP-FL with Laplace noise (L2 clip; clip.norm = l1 gives a pure epsilon per step)",
             paper="P5",
-            clip=_flat(1.0, norm="l1"),
+            clip=_flat(1.0),
             mechanism="laplace",
             epsilon=4.0,
         ),
         replace(
             fed_cdp,
             name="udp-fl-staircase",
+            summary="UDP-FL with i.i.d. Staircase noise in narrow steps",
+            paper="P5",
+            clip=_flat(1.0),
+            mechanism="staircase",
+            width=0.0,
+            epsilon=4.0,
+        ),
+        replace(
+            fed_cdp,
+            name="udp-fl-staircase-joint",
             summary="UDP-FL with the joint L1 Staircase",
             paper="P5",
             clip=_flat(1.0, norm="l1"),
@@ -534,7 +561,7 @@ def _build() -> dict[str, Recipe]:
         replace(
             fed_cdp,
             name="udp-fl-staircase-iid",
-            summary="UDP-FL with i.i.d. Staircase noise under an L2 clip",
+            summary="UDP-FL with i.i.d. Staircase noise in steps as wide as the bound, as printed",
             paper="P5",
             clip=_flat(1.0),
             mechanism="staircase",

@@ -67,6 +67,7 @@ class LocalPlan:
     noise: NoiseKind = "none"
     multipliers: tuple[float, ...] = ()
     nu: float | None = None  # Staircase shape
+    width: float = 1.0  # Staircase step over S; lambda = width / multiplier
     noise_on: Literal["sum", "example", "mean"] = "sum"
     proximal: float = 0.0
     penalty: float = 0.0

@@ -40,6 +40,8 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
         return "the compiled extension is not installed"
     if plan.grid > 0 and plan.noise != "none" and (plan.noise != "gaussian" or plan.bound_rule == "median"):
         return "noise on a grid needs Gaussian noise and one bound"
+    if plan.noise == "staircase" and plan.width != 1:
+        return "Staircase noise with a step width of its own is drawn by the torch engines"
     return compile.why_not(module)
 
 

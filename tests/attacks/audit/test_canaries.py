@@ -69,8 +69,8 @@ def test_a_correct_run_is_not_accused():
 CORRECT = {
     "many rounds": ({"sigma": 4.0}, {"rounds": 16}),
     "subsampled": ({"sigma": 0.7}, {"rounds": 2, "local_steps": 50, "batch_size": 10}),
-    "laplace": ({"sigma": 0.25}, {"recipe": "udp-fl-laplace", "model": "logistic"}),
-    "staircase": ({"sigma": 0.25}, {"recipe": "udp-fl-staircase", "model": "logistic"}),
+    "laplace": ({"sigma": 0.25, "clip.norm": "l1"}, {"recipe": "udp-fl-laplace", "model": "logistic"}),
+    "staircase": ({"sigma": 0.25}, {"recipe": "udp-fl-staircase-joint", "model": "logistic"}),
     "secret cohort": (
         {"sigma": 0.5}, {"recipe": "dp-fedavg", "clients": 700, "cohort_size": 175, "batch_size": 1},
     ),

@@ -98,7 +98,7 @@ def test_an_update_of_adaclip_is_taken_back_to_its_own_space():
     assert measure(made, state, tap="type0", victims=3, seed=1).figures["success_rate"] == 1.0
 
 
-@pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase"])
+@pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase-joint"])
 def test_a_clip_in_either_norm_hides_nothing_where_the_sum_is_noised(recipe):
     made, state = prepared(recipe)
     assert made.task.recipe.noise_on == "sum"
