@@ -203,7 +203,7 @@ class Staircase:
         most = math.ceil(shift)
         # Slivers between jumps that coincide but for rounding may land one value too far: they have no mass to speak of.
         value = np.clip(still - moved, -most, most).astype(int)
-        return np.bincount(value + most, mass, 2 * most + 1)
+        return np.bincount(value + most, mass, 2 * most + 1).astype(float)
 
     def _renyi_far(self, orders: Array, shift: float) -> Array:
         mass = self.loss_law(shift)
