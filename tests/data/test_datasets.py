@@ -8,6 +8,7 @@ import pytest
 from fedveil.data import constants, datasets, sources
 from fedveil.data.datasets import available, data_root, dataset_names, load
 from fedveil.data.rows import to_unit
+from fedveil.data.text import decode, encode, hashed_words
 from fedveil.errors import UserError
 
 
@@ -34,7 +35,12 @@ GOLDEN = {
     "medical_mnist": (6000, 1200, (1, 64, 64), 6),
     "utkface": (4000, 1000, (3, 32, 32), 5),
     "wind": (126700, 52416, (5, 1, 9), None),
+    "sst2": (6920, 1821, (271,), 2),
+    "ag_news": (30000, 7600, (995,), 4),
 }
+
+
+TEXTS = ("sst2", "ag_news")
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -42,7 +48,8 @@ def test_sizes_types_and_ranges(name):
     data = load(real(name))
     train, test, shape, classes = GOLDEN[name]
     assert (len(data), len(data.x_test), data.shape, data.classes) == (train, test, shape, classes)
-    assert data.x.dtype == data.x_test.dtype == np.float32
+    kind = np.uint8 if name in TEXTS else np.float32
+    assert data.x.dtype == data.x_test.dtype == kind
     assert np.isfinite(data.x).all() and np.isfinite(data.x_test).all()
     assert data.y.shape == (train,) and data.y_test.shape == (test,)
     if classes is None:
@@ -61,6 +68,42 @@ def test_cifar10_is_colour_in_channel_order():
     raw = np.load(data_root() / "cifar10_train.npz")["x_train"]
     assert data.shape == (3, 32, 32) and data.classes == 10
     assert np.array_equal(np.rint(data.x[7, 2] * 255).astype(np.uint8), raw[7, :, :, 2])
+
+
+def test_cifar10_takes_the_second_parts_of_its_files_where_they_lie_beside_the_first(tmp_path):
+    def put(name, rows, **arrays):
+        np.savez(tmp_path / name, **{k: np.zeros((rows, *shape), np.uint8) for k, shape in arrays.items()})
+
+    put("cifar10_train.npz", 3, x_train=(32, 32, 3), y_train=())
+    put("cifar10_test.npz", 2, x_test=(32, 32, 3), y_test=())
+    assert len(load("cifar10", root=tmp_path)) == 3
+    put("cifar10_train_more.npz", 4, x_train=(32, 32, 3), y_train=())
+    put("cifar10_test_more.npz", 1, x_test=(32, 32, 3), y_test=())
+    data = load("cifar10", root=tmp_path)
+    assert (len(data), len(data.x_test)) == (7, 3) and any("7 of 50000" in note for note in data.notes)
+
+
+def test_texts_survive_as_rows_of_bytes_and_are_cut_between_letters():
+    texts = ["", "plain", "Grüße aus Tromsø", "日本語" * 500]
+    rows = encode(texts)
+    assert rows.dtype == np.uint8 and rows.shape[1] <= 1024
+    back = decode(rows)
+    assert back[:3] == texts[:3] and back[3] == texts[3][: len(back[3])] and len(back[3]) == 341
+
+
+def test_a_text_column_of_an_own_table_becomes_rows_of_bytes(tmp_path):
+    file = tmp_path / "own.csv"
+    lines = [f'"note {i}, kept whole",{i % 2}' for i in range(20)]
+    file.write_text("note,label\n" + "\n".join(lines), "utf-8")
+    data = load(file, target="label", text="note")
+    assert data.x.dtype == np.uint8 and "note" in decode(data.x_test)[0] and data.classes == 2
+
+
+def test_hashed_words_have_length_one_and_depend_on_their_own_text_alone():
+    texts = ["A good film", "a GOOD film!", "", "something else"]
+    rows = hashed_words(texts, 64)
+    assert np.array_equal(rows[0], rows[1]) and not rows[2].any() and np.linalg.norm(rows[3]) == pytest.approx(1)
+    assert np.array_equal(rows[3:], hashed_words(texts[3:], 64))
 
 
 def test_every_dataset_has_a_test_here():

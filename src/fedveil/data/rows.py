@@ -19,7 +19,8 @@ Task = Literal["classification", "regression"]
 class Dataset:
     """Rows to train on, rows to test on, and what they mean.
 
-    x: float32 [n, features] or [n, channels, height, width]. y: int64 class numbers 0..classes-1, or float32
+    x: float32 [n, features] or [n, channels, height, width]; texts are uint8 [n, bytes] until `features` turns them
+    into numbers (data.text). y: int64 class numbers 0..classes-1, or float32
     [n] for regression (classes is None). pixel_range: the range of image values (None for tables). groups:
     one whole number 0..g-1 per training row, or None. x_validation/y_validation: held out of the training
     rows, treated as *public*, never dealt to a client (None unless asked for). attributes: further columns of

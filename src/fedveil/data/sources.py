@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from fedveil.data import constants
 from fedveil.data.rows import Dataset, Task, images, split_rows, to_unit
+from fedveil.data.text import encode
 from fedveil.errors import UserError
 
 
@@ -43,7 +44,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is damaged ({type(broken).__name__}: {broken}); fetch it again.") from broken
 
 
-def _labels(y: np.ndarray) -> np.ndarray:
+def _labels(y: Any) -> np.ndarray:
     return np.asarray(y, np.int64)
 
 
@@ -104,12 +105,21 @@ def _image_archive(name: str, names: tuple[str, ...]) -> Callable[..., Dataset]:
 
 
 def _cifar10(folder: Path, seed: int) -> Dataset:
-    a, b = _arrays(folder / "cifar10_train.npz"), _arrays(folder / "cifar10_test.npz")
-    counts = f"{len(a['y_train'])} of 50000 training and {len(b['y_test'])} of 10000 test pictures"
+    """The training and test files, each with its second part where that lies beside it."""
+    x, y = _with_more(folder, "cifar10_train", "x_train", "y_train")
+    x_test, y_test = _with_more(folder, "cifar10_test", "x_test", "y_test")
+    counts = f"{len(y)} of 50000 training and {len(y_test)} of 10000 test pictures"
     return Dataset(
-        "cifar10", images(a["x_train"]), _labels(a["y_train"]), images(b["x_test"]), _labels(b["y_test"]),
-        classes=10, pixel_range=(0.0, 1.0), class_names=_CIFAR, notes=(_PIXELS, counts),
+        "cifar10", images(x), _labels(y), images(x_test), _labels(y_test), classes=10,
+        pixel_range=(0.0, 1.0), class_names=_CIFAR, notes=(_PIXELS, counts),
     )  # fmt: skip
+
+
+def _with_more(folder: Path, name: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of NAME.npz, then those of NAME_more.npz if there is one."""
+    paths = [folder / f"{name}.npz", folder / f"{name}_more.npz"]
+    parts = [_arrays(path) for path in paths if path.is_file()]
+    return np.concatenate([part[x] for part in parts]), np.concatenate([part[y] for part in parts])
 
 
 def _lfw(folder: Path, seed: int) -> Dataset:
@@ -160,6 +170,28 @@ def _adult(folder: Path, seed: int, split: str = "papers") -> Dataset:
         "adult", x[train], y[train], x[test], y[test], classes=2, class_names=("<=50K", ">50K"),
         notes=("numbers scaled to [-1, 1] by public ranges, categories as zero or one, unknown as zeros",),
     )  # fmt: skip
+
+
+def _texts(name: str, names: tuple[str, ...]) -> Callable[..., Dataset]:
+    """A table of the columns text, label (class number) and split (train, test; others are left out)."""
+
+    def read(folder: Path, seed: int) -> Dataset:
+        path = folder / f"{name}.csv.gz"
+        try:
+            with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            part, labels = np.array([row["split"] for row in rows]), _labels([int(row["label"]) for row in rows])
+            (train, test), texts = (part == "train", part == "test"), encode([row["text"] for row in rows])
+        except (OSError, EOFError, KeyError, ValueError, TypeError, csv.Error) as broken:
+            raise UserError(
+                f"{path} cannot be read ({type(broken).__name__}: {broken}); fetch it again."
+            ) from broken
+        return Dataset(
+            name, texts[train], labels[train], texts[test], labels[test], classes=len(names), class_names=names,
+            notes=("texts as bytes; `features` turns each text alone into numbers",),
+        )  # fmt: skip
+
+    return read
 
 
 def _location30(folder: Path, seed: int, clusters: int | None = None) -> Dataset:
@@ -284,6 +316,15 @@ CATALOGUE: dict[str, Source] = {
     "adult": Source(
         _adult, ("adult.csv.gz",), "classification", "36631 + 12211 rows, 105 features, 2 classes",
         "UCI Adult (Becker, Kohavi); OpenML adult", "CC BY 4.0", fetch="openml", options=("split",),
+    ),
+    "sst2": Source(
+        _texts("sst2", ("negative", "positive")), ("sst2.csv.gz",), "classification",
+        "6920 + 1821 sentences, 2 classes", "Stanford Sentiment Treebank (Socher et al.), binary", "not stated",
+    ),
+    "ag_news": Source(
+        _texts("ag_news", ("World", "Sports", "Business", "Sci/Tech")), ("ag_news.csv.gz",), "classification",
+        "30000 + 7600 news leads, 4 classes", "AG News (Gulli; Zhang, Zhao, LeCun), a balanced sample",
+        "research, non-commercial",
     ),
     "location30": Source(
         _location30, ("location30.npz",), "classification",

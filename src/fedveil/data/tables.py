@@ -19,6 +19,7 @@ import numpy as np
 
 from fedveil.data.functions import import_function, is_function
 from fedveil.data.rows import Dataset, Task, split_rows, to_unit
+from fedveil.data.text import encode, is_text
 from fedveil.errors import UserError, did_you_mean
 
 __all__ = ["from_arrays", "from_csv", "from_file", "from_function", "from_npz", "is_function"]
@@ -185,12 +186,14 @@ def from_csv(
     test: float = 0.25,
     task: Task | None = None,
     ranges: Ranges | None = None,
+    text: str | None = None,
 ) -> Dataset:
     """A table with a header line. All columns but target, group, split and dropped ones are numeric features.
 
     target: the column to predict (numbers, or words, which become classes in alphabetical order). group: a
     column that names the holder of each row. split: a column of "train"/"test"; without it a seeded fraction
-    `test` is held out. ranges: public (low, high) for all columns, or per column.
+    `test` is held out. ranges: public (low, high) for all columns, or per column. text: the column whose texts are the
+    examples (for `features`), instead of numeric columns.
     """
     header, rows, lines = _read_csv(path)
     if target is None:
@@ -200,6 +203,7 @@ def from_csv(
         ("target", target),
         ("group", group),
         ("split", split),
+        ("text", text),
         *(("drop", d) for d in dropped),
     ]:
         if column is not None and column not in header:
@@ -208,12 +212,12 @@ def from_csv(
                 f"{did_you_mean(column, header)}"
             )
     special = {target, group, split, *dropped}
-    features = [column for column in header if column not in special]
+    features = [text] if text else [column for column in header if column not in special]
     if not features:
         raise UserError(f"{path}: no feature columns are left.")
     table = np.array(rows, dtype=str)
     cells = {column: table[:, i] for i, column in enumerate(header)}
-    x = np.stack([_numeric(cells[c], c, path, lines) for c in features], axis=1)
+    x = encode(cells[text]) if text else np.stack([_numeric(cells[c], c, path, lines) for c in features], axis=1)
     y, names = _target(cells[target], target, path, lines, task)
     groups = None if group is None else cells[group]
     if groups is not None:
@@ -249,6 +253,9 @@ def from_csv(
         path.name, x, y, **held, groups=groups, seed=seed, test=test, task=task, where=str(path)
     )
     notes = (scaled or made.notes[0], *made.notes[1:])
+    if text:
+        made = dataclasses.replace(made, x=made.x.astype(np.uint8), x_test=made.x_test.astype(np.uint8))
+        notes = (f"texts of column '{text}' as bytes; `features` turns each alone into numbers", *made.notes[1:])
     if names:
         notes = (*notes, f"classes from the words in '{target}': {', '.join(names)}")
     return dataclasses.replace(made, notes=notes, class_names=names)
@@ -458,7 +465,7 @@ def _check(dataset: Dataset, where: str) -> None:
     _same_length(where, x=dataset.x, y=dataset.y)
     _same_length(where, x_test=dataset.x_test, y_test=dataset.y_test)
     for key in ("x", "x_test"):
-        if getattr(dataset, key).dtype != np.float32:
+        if getattr(dataset, key).dtype != np.float32 and not is_text(getattr(dataset, key)):
             raise UserError(
                 f"{where}, array '{key}': type {getattr(dataset, key).dtype}; features must be float32."
             )
