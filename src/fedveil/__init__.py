@@ -36,6 +36,8 @@ _PUBLIC = {
     "resume": "fedveil.api",
     "protect": "fedveil.api",
     "Result": "fedveil.api",
+    "backbone": "fedveil.models.backbones",
+    "Backbone": "fedveil.models.backbones",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

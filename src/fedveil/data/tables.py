@@ -217,7 +217,7 @@ def from_csv(
         raise UserError(f"{path}: no feature columns are left.")
     table = np.array(rows, dtype=str)
     cells = {column: table[:, i] for i, column in enumerate(header)}
-    x = encode(cells[text]) if text else np.stack([_numeric(cells[c], c, path, lines) for c in features], axis=1)
+    x = encode(cells[text].tolist()) if text else np.stack([_numeric(cells[c], c, path, lines) for c in features], axis=1)
     y, names = _target(cells[target], target, path, lines, task)
     groups = None if group is None else cells[group]
     if groups is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def hashed_words(texts: Sequence[str], width: int) -> np.ndarray:
     for row, text in zip(out, texts, strict=True):
         words = [word.lower() for word in _WORD.findall(text)]
         counts: dict[str, int] = {}
-        for word in [*words, *(f"{a} {b}" for a, b in zip(words, words[1:], strict=False))]:
+        for word in [*words, *(f"{a} {b}" for a, b in pairwise(words))]:
             counts[word] = counts.get(word, 0) + 1
         for word, count in counts.items():
             mark = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")

@@ -36,7 +36,10 @@ class RunConfig(BaseModel):
     )
     data: str | None = Field(None, description="folder of the datasets (else FEDVEIL_DATA)")
     target: str | None = Field(None, description="target column of a .csv file")
-    features: str | None = Field(None, description="fixed features in front of the model, e.g. scattering")
+    text: str | None = Field(None, description="text column of a .csv file")
+    features: str | None = Field(
+        None, description="fixed features in front of the model, e.g. scattering or backbone:efficientnet-lite0"
+    )
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training rows set aside as public validation"
     )

@@ -40,7 +40,7 @@ from fedveil.federation.round import (
     work_of,
 )
 from fedveil.keys import entropy
-from fedveil.models import nets
+from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
@@ -96,6 +96,7 @@ def prepare(
     of the seed or, with secure_noise, the system's entropy.
     """
     if dataset is None:
+        own_options: dict[str, Any] = {"text": config.text} if config.text else {}
         dataset = load(
             config.dataset,
             root=config.data,
@@ -103,11 +104,11 @@ def prepare(
             validation=config.validation,
             target=config.target,
             limit=config.limit,
+            **own_options,
         )
-    if config.features:
-        from fedveil.models.features import apply as apply_features
-
-        dataset = apply_features(dataset, config.features)
+    front = config.features or features.default(dataset)
+    if front:
+        dataset = features.apply(dataset, front)
     check_config(config)
     recipe = config.built_recipe()
     if dealt is None:

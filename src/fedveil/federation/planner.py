@@ -66,7 +66,7 @@ class Shape:
 KNOWN: dict[str, Shape] = {
     "mnist": Shape("images", 60_000, 784, 10),
     "fashion_mnist": Shape("images", 60_000, 784, 10, rule=DIGITS_RULE),
-    "cifar10": Shape("images", 20_000, 3072, 10, papers_weights=42_336, papers_batch=4),
+    "cifar10": Shape("images", 40_000, 3072, 10, papers_weights=42_336, papers_batch=4),
     "lfw": Shape("images", 2_267, 3072, 62, papers_weights=162_144, papers_batch=3, papers_rounds=60),
     "adult": Shape(
         "table", 36_631, 105, 2, papers_weights=8_930, papers_batch=3, papers_rounds=10,

@@ -120,10 +120,11 @@ def _own_data(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> tuple[A
                 dataset, config.partition, config.clients, config.seed, **config.partition_options
             )
             rows = np.asarray(dealt.rows(owner.client))
-        if config.features:
-            from fedveil.models.features import apply as apply_features
+        from fedveil.models import features
 
-            dataset = apply_features(dataset, config.features)
+        front = config.features or features.default(dataset)
+        if front:
+            dataset = features.apply(dataset, front)
         cache.clear()
         cache.update({"data key": key, "data": (dataset, rows)})
     return cache["data"]

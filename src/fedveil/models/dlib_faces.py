@@ -83,7 +83,7 @@ def _layer(data: bytes, found: re.Match[bytes]) -> tuple[bytes, np.ndarray]:
 
 def _filled(net: FaceNet, found: list[tuple[bytes, np.ndarray]]) -> FaceNet:
     """Convolution, affine, convolution, affine, …, dense: an affine layer is folded into the convolution before it."""
-    convolutions = [net.stem, *(conv for block in net.blocks for conv in (block.first, block.second))]  # type: ignore[union-attr]
+    convolutions = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]  # in the order of the file
     parts = iter(found)
     with torch.no_grad():
         for conv in convolutions:

@@ -6,6 +6,9 @@
     features = "standard:mean=0.1307,deviation=0.3081"   or given ones, one for all channels or "0.49+0.48+0.45"
     features = "unit:constant=1"                     tables: a constant column, every row at length 1
     features = "unit:columns=0-9+20-29,length=5"     only these columns; rows shorter than 5 stay shorter than 1
+    features = "words:width=1024"                    texts: hashed words and pairs of words, every row at length 1
+    features = "tokens:length=64"                    texts: numbers of MiniLM's public tokenizer, for models with embeddings
+    features = "backbone:efficientnet-lite0"         a public frozen network in front (see models.backbones)
     features = "unit:columns=1+23,low=9.71+185.2,high=39.28+4254,scale=log"   public ranges become [-1, 1] first
 
 Why they pay under noise: a linear head on unit-length features has gradients of almost equal length, so a small clip
@@ -34,7 +37,9 @@ import torch
 
 from fedveil.data.constants import PIXEL_STATISTICS
 from fedveil.data.rows import Dataset
+from fedveil.data.text import decode, hashed_words, is_text
 from fedveil.errors import UserError, did_you_mean
+from fedveil.models.backbones import backbone, tokens
 
 SCALES, ANGLES = 2, 8  # wavelets of two sizes in eight directions; one output cell per 4 x 4 pixels
 PICTURES = 4000  # drawn for the whitening; more change little
@@ -50,8 +55,10 @@ class FrontEnd:
     variances before their square root is divided out; larger values trust strong directions more, which more noise
     needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). low, high: their
     public ranges ("9.71+185.2"), which become [-1, 1]; values outside are clamped. scale: linear, or log for positive
-    columns. length: rows are divided by their own length or by this, whichever is more. mean, deviation: public pixel
-    statistics by channel; empty takes the published ones of the dataset, else the middle and half of the range."""
+    columns. length: rows are divided by their own length or by this, whichever is more; of tokens: how many are kept.
+    width: columns of hashed words. name, size, module, centre: of a backbone (models.backbones.backbone). mean,
+    deviation: public pixel statistics by channel; empty takes the published ones of the dataset, else the middle and
+    half of the range."""
 
     kind: str
     components: int = 700
@@ -64,12 +71,20 @@ class FrontEnd:
     length: float = 0.0
     mean: str = ""
     deviation: str = ""
+    width: int = 1024
+    name: str = ""
+    size: int = 0
+    module: str = ""
+    centre: str = ""
 
 
 OPTIONS = {
     "standard": ("mean", "deviation"),
     "scattering": ("components", "ridge"),
     "unit": ("constant", "columns", "low", "high", "scale", "length"),
+    "words": ("width",),
+    "tokens": ("length",),
+    "backbone": ("size", "module", "centre"),
 }
 
 
@@ -80,6 +95,9 @@ def parse(text: str) -> FrontEnd:
         known = ", ".join(OPTIONS)
         raise UserError(f"features = {text!r}: '{kind}' is not one of {known}.{did_you_mean(kind, OPTIONS)}")
     front = FrontEnd(kind)
+    if kind == "backbone":
+        name, _, rest = rest.partition(",")
+        front = replace(front, name=name.strip())
     types = {field.name: str(field.type) for field in fields(FrontEnd)}
     for item in filter(None, rest.split(",")):
         key, sign, value = (part.strip() for part in item.partition("="))
@@ -100,11 +118,18 @@ def parse(text: str) -> FrontEnd:
     _ranges(front)
     if not (front.length >= 0 and math.isfinite(front.length) and math.isfinite(front.constant)):
         raise UserError(f"features = {text!r}: length must be 0 or more, constant and length finite")
+    if not (1 <= front.width <= 1 << 16 and 0 <= front.size <= 4096 and (kind != "tokens" or front.length <= 512)):
+        raise UserError(f"features = {text!r}: width must be 1 to 65536, size 0 to 4096, length of tokens at most 512")
     if not (1 <= front.components <= MOST and front.ridge > 0 and math.isfinite(front.ridge)):
         raise UserError(
             f"features = {text!r}: components must be 1 to {MOST} and ridge above 0 (0.0003 is usual)"
         )
     return front
+
+
+def default(dataset: Dataset) -> str | None:
+    """What is put in front when a configuration names no features: hashed words for texts, else nothing."""
+    return "words" if is_text(dataset.x) else None
 
 
 def apply(dataset: Dataset, text: str) -> Dataset:
@@ -113,8 +138,13 @@ def apply(dataset: Dataset, text: str) -> Dataset:
     With the environment's FEDVEIL_CACHE naming a folder, features are kept there and found again.
     """
     front = parse(text)
+    if front.kind == "backbone":
+        return backbone(front.name, size=front.size, module=front.module, centre=front.centre).apply(dataset)
     if front.kind == "standard":
         return _standardised(dataset, front)
+    if is_text(dataset.x) != (front.kind in ("words", "tokens")):
+        fits = '"words", "tokens" or "backbone:minilm"' if is_text(dataset.x) else '"scattering" or "unit"'
+        raise UserError(f"features = {text!r} does not fit the examples of '{dataset.name}'; use features = {fits}.")
     if front.kind == "scattering" and (len(dataset.shape) != 3 or min(dataset.shape[1:]) < 8):
         raise UserError(
             f"features = {text!r} needs images of at least 8 x 8 pixels, but examples of '{dataset.name}' have "
@@ -122,12 +152,13 @@ def apply(dataset: Dataset, text: str) -> Dataset:
         )
     if front.kind == "unit" and len(dataset.shape) != 1:
         raise UserError(f'features = {text!r} is for tables; use features = "scattering" for images.')
-    note = "features: " + (
-        f"oriented energies, whitened by {PICTURES} drawn pictures ({front.components} directions, ridge "
-        f"{front.ridge:g}); public constants, each row alone"
-        if front.kind == "scattering"
-        else "rows scaled to length 1 or less, each row alone"
-    )
+    note = "features: " + {
+        "scattering": f"oriented energies, whitened by {PICTURES} drawn pictures ({front.components} directions, ridge "
+        f"{front.ridge:g}); public constants, each row alone",
+        "unit": "rows scaled to length 1 or less, each row alone",
+        "words": f"words and pairs of words, hashed to {front.width} columns, length 1, each row alone",
+        "tokens": "numbers of the public tokenizer of all-MiniLM-L6-v2, each row alone",
+    }[front.kind]
     return replace(
         dataset,
         x=compute(dataset.x, front),
@@ -186,6 +217,10 @@ def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
 
     Formal guarantee: each row of the result depends on the same row of x and on nothing else that is private.
     """
+    if front.kind == "words":
+        return hashed_words(decode(x), front.width)
+    if front.kind == "tokens":
+        return tokens(decode(x), int(front.length) or 64).astype(np.float32)
     if front.kind == "unit":
         kept = np.asarray(x, np.float32)[:, _columns(front.columns, x.shape[1])]
         wide = torch.as_tensor(_between(kept, front))

