@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "exact.h"
 
 namespace nb = nanobind;
 using namespace fedveil;
@@ -107,6 +108,62 @@ LongOut discrete_normals(nb::bytes key, int64_t step, int64_t count, double sigm
                       out);
     }
     return LongOut(out, {size_t(count)}, owner);
+}
+
+// An array of `count` integers that fill(choice, cipher, stream, out) writes.
+template <class F>
+LongOut integers(nb::bytes key, int64_t step, int64_t count, int64_t example, uint32_t purpose, const std::string& isa, F fill) {
+    if (key.size() != 16) throw std::invalid_argument("a noise key has 16 bytes");
+    if (count < 0 || count >= int64_t(1) << 31) throw std::invalid_argument("a noise stream has no such values");
+    const Choice choice = choose(isa);
+    int64_t* out = static_cast<int64_t*>(std::malloc(size_t(count > 0 ? count : 1) * sizeof(int64_t)));
+    if (!out) throw std::bad_alloc();
+    nb::capsule owner(out, [](void* p) noexcept { std::free(p); });
+    AesKey schedule;
+    expand_key(reinterpret_cast<const uint8_t*>(key.c_str()), schedule);
+    {
+        nb::gil_scoped_release release;
+        fill(*choice.noise->exact, cipher_for(isa), Stream{&schedule, uint32_t(step), uint32_t(example), purpose}, out);
+    }
+    return LongOut(out, {size_t(count)}, owner);
+}
+
+void check_width(double width) {
+    if (!(width >= kNarrowestExact && width <= kWidestExact)) throw std::invalid_argument("noise must be 0.25 to 2**46 steps wide");
+}
+
+LongOut exact_gaussians(nb::bytes key, int64_t step, int64_t count, double deviation, int64_t example, const std::string& isa) {
+    check_width(deviation);
+    return integers(key, step, count, example, EXACT_GAUSSIAN, isa, [&](auto& kernels, Cipher cipher, Stream stream, int64_t* out) {
+        fill_exact(kernels, cipher, stream, exact_gaussian(deviation), count, out);
+    });
+}
+
+LongOut exact_laplaces(nb::bytes key, int64_t step, int64_t count, double scale, int64_t example, const std::string& isa) {
+    check_width(scale);
+    return integers(key, step, count, example, EXACT_LAPLACE, isa, [&](auto& kernels, Cipher cipher, Stream stream, int64_t* out) {
+        fill_exact(kernels, cipher, stream, exact_laplace(scale), count, out);
+    });
+}
+
+// shape: period, inner, half, per, threshold (protect.exact.Stairs).
+Stairs read_stairs(const std::vector<uint64_t>& f) {
+    if (f.size() != 5 || f[1] < 1 || f[0] <= f[1] || f[0] > uint64_t(1) << 45 || f[2] < 1 || f[2] > uint64_t(1) << 46 || f[3] < 1 || f[4] < 1)
+        throw std::invalid_argument("impossible Staircase shape");
+    return {int64_t(f[0]), int64_t(f[1]), int64_t(f[2]), int64_t(f[3]), f[4]};
+}
+
+LongOut exact_staircases(nb::bytes key, int64_t step, int64_t count, const std::vector<uint64_t>& shape, int64_t example,
+                         bool joint, const std::string& isa) {
+    const Stairs stairs = read_stairs(shape);
+    bool done = true;
+    LongOut out = integers(key, step, count, example, joint ? EXACT_JOINT : EXACT_STAIRCASE, isa,
+                           [&](auto& kernels, Cipher cipher, Stream stream, int64_t* to) {
+                               if (joint) done = fill_joint(kernels, cipher, stream, stairs, count, to);
+                               else fill_staircase(kernels, cipher, stream, stairs, count, to);
+                           });
+    if (!done) throw std::invalid_argument("no attempt was accepted; lambda is too large for rejection");
+    return out;
 }
 
 using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
@@ -270,8 +327,14 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 2;  // of this interface; protect.noise checks it
+    m.attr("VERSION") = 3;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
+    m.def("exact_gaussian", &exact_gaussians, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("deviation"),
+          nb::arg("example") = 0, nb::arg("isa") = "auto");
+    m.def("exact_laplace", &exact_laplaces, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("scale"),
+          nb::arg("example") = 0, nb::arg("isa") = "auto");
+    m.def("exact_staircase", &exact_staircases, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("shape"),
+          nb::arg("example") = 0, nb::arg("joint") = false, nb::arg("isa") = "auto");
     m.def("normals",
           [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, const std::string& isa) {
               return noise(key, step, count, first, example, NORMAL, nullptr, isa);

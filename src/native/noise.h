@@ -31,6 +31,8 @@ struct DiscreteShape {
     double threshold[44];
 };
 
+struct ExactKernels;  // exact.h
+
 // Words to values, one set per instruction set. A tile is 8 blocks = 32 words.
 struct NoiseKernels {
     void (*normals)(const uint32_t* words, int tiles, float* out);                             // 32 values a tile
@@ -40,6 +42,7 @@ struct NoiseKernels {
     void (*discrete)(const uint32_t* words, int candidates, const DiscreteShape&, int64_t* out, bool* accepted);
     // Cipher and normals in one loop; needs VAES; null: there is none.
     void (*normals_with_cipher)(const AesKey& key, uint32_t first, uint32_t example, uint32_t step, int tiles, float* out);
+    const ExactKernels* exact;
 };
 
 struct Stream {

@@ -22,6 +22,8 @@ MANY = 200_000
 DEVIATIONS = [0.25, 1.0, 4.0, 5.1, 37.5, 6.1e6, 2.0**26 + 1, 5.2e9, 2.0**46]
 SHAPES = [(1.0, 0.3, 10), (0.02, None, 90), (4.0, None, 13), (1.0, 0.9, 5)]
 
+needs_native = pytest.mark.skipif(noise._native is None, reason="compiled module not built")
+
 GOLDEN = {
     "gaussian": [
         [2, 1, -1, 0],
@@ -153,9 +155,40 @@ def test_the_integers_do_not_change():
         "gaussian": [exact.numpy_gaussian(KEY, 3, 4, s).tolist() for s in (1.0, 37.5, 6.0e6, 2.0**40)],
         "laplace": [exact.numpy_laplace(KEY, 3, 4, s).tolist() for s in (1.0, 37.5, 6.0e6, 2.0**40)],
         "staircase": exact.numpy_staircase(KEY, 3, 4, exact.stairs(0.5, 1000)).tolist(),
-        "joint": exact.joint_staircase(KEY, 3, 4, exact.stairs(0.5, 1000, joint=True)).tolist(),
+        "joint": exact.numpy_joint_staircase(KEY, 3, 4, exact.stairs(0.5, 1000, joint=True)).tolist(),
     }
     assert got == GOLDEN
+
+
+@needs_native
+@pytest.mark.parametrize("isa", noise._native.instruction_sets() if noise._native else ["none"])
+@pytest.mark.parametrize("s", DEVIATIONS)
+def test_compiled_integers_are_those_of_the_definition(s, isa):
+    """Compiled code asks integers about one candidate in 2,000, NumPy about one in 2**32: both must decide alike."""
+    native = noise._native
+    for step, example, count in ((0, 0, 20_000), (7, 5, 257), (1, 0, 1), (2, 0, 0)):
+        got, wide = (
+            native.exact_gaussian(KEY, step, count, s, example, isa),
+            exact.numpy_gaussian(KEY, step, count, s, example),
+        )
+        assert np.array_equal(got, wide)
+        got, wide = (
+            native.exact_laplace(KEY, step, count, s, example, isa),
+            exact.numpy_laplace(KEY, step, count, s, example),
+        )
+        assert np.array_equal(got, wide)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", noise._native.instruction_sets() if noise._native else ["none"])
+@pytest.mark.parametrize(("lam", "nu", "period"), [*SHAPES, (0.5, None, 10**6), (10.0, None, 2**45)])
+def test_compiled_staircases_are_those_of_the_definition(lam, nu, period, isa):
+    shape = exact.stairs(lam, period, nu)
+    got = noise._native.exact_staircase(KEY, 5, 3000, exact.stairs_fields(shape), 2, False, isa)
+    assert np.array_equal(got, exact.numpy_staircase(KEY, 5, 3000, shape, 2))
+    shape = exact.stairs(min(lam, 4.0), min(period, 2**30), nu, joint=True)
+    got = noise._native.exact_staircase(KEY, 5, 50, exact.stairs_fields(shape), 2, True, isa)
+    assert np.array_equal(got, exact.numpy_joint_staircase(KEY, 5, 50, shape, 2))
 
 
 def test_a_stream_is_the_start_of_a_longer_one_and_differs_by_key_step_and_example():

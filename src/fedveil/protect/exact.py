@@ -268,6 +268,9 @@ def gaussian(key: bytes, step: int, count: int, deviation: float, example: int =
 
     Formal guarantee: that law up to `gaussian_error(deviation)`.
     """
+    _check(deviation, "deviation")
+    if noise._native is not None:
+        return noise._native.exact_gaussian(key, step, count, deviation, example)
     return numpy_gaussian(key, step, count, deviation, example)
 
 
@@ -294,6 +297,9 @@ def laplace(key: bytes, step: int, count: int, scale: float, example: int = 0) -
     Formal guarantee: that law up to `laplace_error()`, with all integers possible. x + round(N) = round(x + N) for
     integer x, so adding these to an integer vector is a post-processing of the Laplace mechanism on it.
     """
+    _check(scale, "scale")
+    if noise._native is not None:
+        return noise._native.exact_laplace(key, step, count, scale, example)
     return numpy_laplace(key, step, count, scale, example)
 
 
@@ -400,13 +406,38 @@ def staircase(key: bytes, step: int, count: int, shape: Stairs, example: int = 0
     Formal guarantee: rounded continuous Staircase noise with (lam, nu, period) of `shape`, up to `staircase_error`. Added to an
     integer that changes by at most `period`, it is lam-DP; all integers are possible.
     """
+    if noise._native is not None:
+        return noise._native.exact_staircase(key, step, count, stairs_fields(shape), example)
     return numpy_staircase(key, step, count, shape, example)
+
+
+def stairs_fields(shape: Stairs) -> tuple[int, int, int, int, int]:
+    """The numbers that the compiled module takes."""
+    return shape.period, shape.inner, shape.half, shape.per, _inner_threshold(shape)
 
 
 def staircase_error(shape: Stairs) -> Error:
     """Distance of `staircase` from its law: the geometric part, and 64 bits to choose between inner and outer."""
     threshold = _inner_threshold(shape)
     return Error(2.0**-59 + 2.0 / min(threshold, 2**64 - threshold))
+
+
+def numpy_joint_staircase(key: bytes, step: int, count: int, shape: Stairs, example: int = 0) -> np.ndarray:
+    """`joint_staircase` without the compiled module: the definition."""
+    places = _places(float(shape.half))
+    for attempt in range(1 << 15):
+        label = example | attempt << 16
+        z = _geometric(_Stream(key, step, JOINT, label), count, places, False)
+        y = np.where(z < 0, z + 1, z)
+        r = int(np.abs(y).sum())
+        steps = r // shape.period + (r % shape.period >= shape.inner)
+        coin = _Stream(key, step, JOINT + SECOND - FURTHER, label).further(0, 0) << 32
+        if coin < power_level(steps * shape.period - r + shape.inner, shape.half):
+            return y
+    raise UserError(_NONE_ACCEPTED)
+
+
+_NONE_ACCEPTED = "joint staircase noise: no attempt was accepted; lambda is too large for rejection"
 
 
 def joint_staircase(key: bytes, step: int, count: int, shape: Stairs, example: int = 0) -> np.ndarray:
@@ -418,17 +449,12 @@ def joint_staircase(key: bytes, step: int, count: int, shape: Stairs, example: i
 
     Formal guarantee: lam-DP for integer vectors whose l1 norm moves by at most `period`, up to `joint_error(count)`.
     """
-    places = _places(float(shape.half))
-    for attempt in range(1 << 15):
-        label = example | attempt << 16
-        z = _geometric(_Stream(key, step, JOINT, label), count, places, False)
-        y = np.where(z < 0, z + 1, z)
-        r = int(np.abs(y).sum())
-        steps = r // shape.period + (r % shape.period >= shape.inner)
-        coin = _Stream(key, step, JOINT + SECOND - FURTHER, label).further(0, 0) << 32
-        if coin < power_level(steps * shape.period - r + shape.inner, shape.half):
-            return y
-    raise UserError("joint staircase noise: no attempt was accepted; lambda is too large for rejection")
+    if noise._native is None:
+        return numpy_joint_staircase(key, step, count, shape, example)
+    try:
+        return noise._native.exact_staircase(key, step, count, stairs_fields(shape), example, True)
+    except ValueError as problem:
+        raise UserError(_NONE_ACCEPTED) from problem
 
 
 def joint_error(shape: Stairs, count: int) -> Error:

@@ -50,7 +50,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedveil.errors import UserError
 from fedveil.training.contract import ClientWork, LocalPlan
 
-INTERFACE = 2  # of the compiled module; one of another version is not used
+INTERFACE = 3  # of the compiled module; one of another version is not used
 
 try:
     from fedveil import _native
