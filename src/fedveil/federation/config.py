@@ -15,6 +15,7 @@ from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
 from fedveil.privacy.schedules import following_rate
 from fedveil.protect.recipe import ALIASES, Recipe, catalogue, get, with_changes
+from fedveil.training.optimisers import parse as parse_optimiser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +60,7 @@ class RunConfig(BaseModel):
         None, gt=0, description="linear decay to this value at the last round"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="in local training")
+    local_optimiser: str = Field("sgd", description="sgd, adam or adamw, as adamw:decay=0.01,beta1=0.9")
     model: str = Field("auto", description="a model name, module:function, or auto")
     model_options: dict[str, Any] = Field(default_factory=dict)
 
@@ -214,6 +216,7 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
+    _check_optimiser(config, recipe)
     if config.target_accuracy is not None and config.validation <= 0:
         raise UserError(
             "target_accuracy needs a public validation set: set validation = 0.1 (rows set aside and treated as public)"
@@ -237,6 +240,18 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             "aggregate = connectivity trains on public data at the server: set validation = 0.1 or more"
         )
+
+
+def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
+    rule = parse_optimiser(config.local_optimiser).rule
+    if rule == "sgd":
+        return
+    if recipe.where == "sum":
+        raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
+    if recipe.aggregate == "scaffold":
+        raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
+    if config.momentum:
+        raise UserError(f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)")
 
 
 def _pair(text: str) -> tuple[str, Any]:

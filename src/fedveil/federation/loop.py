@@ -51,6 +51,7 @@ from fedveil.training import pool
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
 from fedveil.training.evaluate import evaluate
+from fedveil.training.optimisers import parse as parse_optimiser
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,7 @@ def prepare(
         learning_rate=config.learning_rate,
         learning_rate_end=config.learning_rate_end,
         momentum=config.momentum,
+        optimiser=parse_optimiser(config.local_optimiser),
         loss="squared" if dataset.task == "regression" else "cross-entropy",
         server_learning_rate=config.server_learning_rate,
         server_momentum=config.server_momentum,

@@ -28,6 +28,7 @@ from fedveil.protect.promise import Round, Setting
 from fedveil.protect.recipe import Recipe, spacing, step_width
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.training.evaluate import evaluate
+from fedveil.training.optimisers import SGD, Optimiser
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -56,6 +57,7 @@ class Task:
     learning_rate: float = 0.05
     learning_rate_end: float | None = None
     momentum: float = 0.0
+    optimiser: Optimiser = SGD
     loss: LossKind = "cross-entropy"
     server_learning_rate: float = 1.0
     server_momentum: float = 0.0
@@ -136,6 +138,7 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
         "learning_rate": learning_rate_of(task, now.number - 1),
         "expected_batch": batch,
         "momentum": task.momentum,
+        "optimiser": task.optimiser,
         "loss": task.loss,
         "proximal": recipe.proximal,
     }
@@ -159,7 +162,7 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
     )
     if recipe.where == "sum":
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
-        return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0})
+        return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD})
     common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on, grid=grid)
     if recipe.mechanism == "staircase":
         common["width"] = step_width(recipe, task.layout.size)

@@ -535,7 +535,7 @@ def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float
         return (bound + start) * (1 + 1e-4) + noise
     if recipe.where != "step" or recipe.clip.rule in ("median", "adaclip") or plan.proximal or plan.penalty:
         return absurd
-    if recipe.aggregate == "scaffold":
+    if recipe.aggregate == "scaffold" or plan.optimiser.rule != "sgd":
         return absurd
     scale = max(plan.multipliers) * max(plan.bounds) * {"sum": 1.0, "mean": plan.expected_batch,
                                                         "example": 4 * math.sqrt(plan.expected_batch)}[plan.noise_on]  # fmt: skip

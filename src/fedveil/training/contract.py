@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from fedveil.training.optimisers import SGD, Optimiser
+
 ClipKind = Literal["none", "layer", "flat"]
 NoiseKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase"]
 LossKind = Literal["cross-entropy", "squared"]
@@ -23,6 +25,7 @@ class LocalPlan:
     Step l:  g = (sum over the batch of clip(grad_example, bounds[l]) + noise) / expected_batch
              v = momentum * v + g + proximal * (w - start) + penalty * (w - anchor) + control
              w = w - learning_rate * v
+    With another `optimiser` than sgd, g with its further terms (momentum 0) goes through training.optimisers.step instead.
     noise has scale multipliers[l] * S with S = bounds[l] (sensitivity "bound"), or S = the largest clipped
     per-example layer norm of this batch (sensitivity "l2-max"; for flat clipping the largest flat norm).
     An empty batch still gets noise when S does not depend on the batch (with l2-max S = 0 then).
@@ -72,6 +75,7 @@ class LocalPlan:
     proximal: float = 0.0
     penalty: float = 0.0
     loss: LossKind = "cross-entropy"
+    optimiser: Optimiser = SGD
     grid: float = 0.0  # spacing of the discrete Gaussian; 0: float noise
 
 

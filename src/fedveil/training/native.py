@@ -42,6 +42,8 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
         return "noise on a grid needs Gaussian noise and one bound"
     if plan.noise == "staircase" and plan.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
+    if plan.optimiser.rule != "sgd":
+        return f"it has no {plan.optimiser.rule}"
     return compile.why_not(module)
 
 

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.noise import noised_sum, step_noise
+from fedveil.training import optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
 
@@ -51,7 +52,7 @@ def _client(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     first = torch.as_tensor(np.asarray(start), dtype=dtype)
-    weights, velocity = first.clone(), torch.zeros_like(first)
+    weights, state = first.clone(), optimisers.begin(plan.optimiser, first)
     layers = layout.layer_slices()
     parts = (slice(0, layout.size),) if plan.clip == "flat" else layers  # what one norm is taken of
     losses: list[float] = []
@@ -101,12 +102,14 @@ def _client(
         gradient = total / plan.expected_batch
         if work.shift is not None:
             gradient = _vector(work.scale, dtype) * gradient + _vector(work.shift, dtype)
-        velocity = plan.momentum * velocity + gradient + plan.proximal * (weights - first)
+        gradient = gradient + plan.proximal * (weights - first)
         if work.anchor is not None:
-            velocity += plan.penalty * (weights - _vector(work.anchor, dtype))
+            gradient += plan.penalty * (weights - _vector(work.anchor, dtype))
         if work.control is not None:
-            velocity += _vector(work.control, dtype)
-        weights = weights - plan.learning_rate * velocity
+            gradient += _vector(work.control, dtype)
+        weights, state = optimisers.step(
+            plan.optimiser, state, weights, gradient, plan.learning_rate, step + 1, plan.momentum
+        )
     used = len(losses)
     healthy = (
         all(map(math.isfinite, losses)) and bool(np.isfinite(norms).all()) and bool(weights.isfinite().all())

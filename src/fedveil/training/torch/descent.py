@@ -20,6 +20,7 @@ import torch
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
+from fedveil.training import optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
 
@@ -168,6 +169,7 @@ def _stack(
     shift, scale = stack([w.shift for w in work]), stack([w.scale for w in work])
     weights = first.repeat(clients, 1)
     velocity = torch.zeros_like(weights) if plan.momentum else None
+    moments = optimisers.begin(plan.optimiser, weights)
     counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
     widths = np.stack([_widths(c) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
@@ -222,6 +224,11 @@ def _stack(
             gradient.add_(weights - anchor, alpha=plan.penalty)
         if control is not None:
             gradient.add_(control)
+        if plan.optimiser.rule != "sgd":
+            weights, moments = optimisers.step(
+                plan.optimiser, moments, weights, gradient, plan.learning_rate, step + 1
+            )
+            continue
         if velocity is not None:
             gradient = velocity.mul_(plan.momentum).add_(gradient)
         weights.sub_(gradient, alpha=plan.learning_rate)
