@@ -1,0 +1,125 @@
+"""The noise of a secure sum: every node adds its own share, so that nobody ever holds a sum without noise.
+
+A share is a vector of integers of the discrete Gaussian law with variance (deviation / grid)**2 / h, where h =
+`parameters.honest` is the number of honest nodes in every sum that can be opened. More survivors mean more noise than
+planned, never less; what colluding nodes know of their own shares is not counted.
+
+Shares of the discrete Gaussian law do not add up to it exactly. By Poisson's summation formula the sum of k shares and one
+more has at every integer a probability within a factor (1 + r) / (1 - r) of the discrete Gaussian of the summed
+variance, r = 2 sum_j exp(-2 pi**2 j**2 s**2 k / (k + 1)), s a share's deviation in grid steps; `ripple` is the sum of
+the logarithms for k = 1 … h - 1. Between neighbours the loss of a sum of d coordinates moves by at most 2 d ripple:
+parameters for which that exceeds `LARGEST_RIPPLE` are refused, and below it is 10**8 times finer than accountants round.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedveil.errors import UserError
+from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Sampling, Unit
+from fedveil.protect import noise
+from fedveil.secure_sum.parameters import Parameters
+
+LARGEST_RIPPLE = 1e-12
+
+
+def share_deviation(parameters: Parameters) -> float:
+    """Deviation of one node's share, in the unit of the values."""
+    return parameters.deviation / math.sqrt(parameters.honest)
+
+
+def share(parameters: Parameters, key: bytes) -> np.ndarray:
+    """One node's share of the noise, in grid steps (int64). `key`: 16 fresh bytes from the system's entropy."""
+    return noise.discrete_normals(key, 0, parameters.size, share_deviation(parameters) / parameters.grid)
+
+
+def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
+    """A node's sum in grid steps (int64). What is not finite, or too far out, becomes zero as a whole vector.
+
+    Formal guarantee: values that differ by at most `bound` in l2 give integers that differ by at most bound / grid +
+    sqrt(size). The replacement by zeros is no part of that: clipped sums are finite, and it must stay so that no single
+    record decides whether a node's training fails (engines give a broken example the contribution zero).
+    """
+    values = np.asarray(values, np.float64)
+    if not np.all(np.abs(values) < 2.0**62 * parameters.grid):
+        return np.zeros(values.shape, np.int64)
+    return noise.snap(values, parameters.grid)
+
+
+def ripple(deviation: float, shares: int) -> float:
+    """How far (in logarithm, at every integer) the sum of discrete Gaussian shares is from the discrete Gaussian."""
+    found = 0.0
+    for k in range(1, shares):
+        base = 2 * math.pi**2 * deviation**2 * k / (k + 1)
+        r = 2 * sum(math.exp(-base * j * j) for j in range(1, 4)) * (1 + 1e-9)
+        if r >= 1:
+            return math.inf
+        found += 2 * math.atanh(r)
+    return found
+
+
+def multiplier(parameters: Parameters, shares: int | None = None) -> float:
+    """Noise multiplier of the Gaussian mechanism that the opened sum post-processes, rounding counted.
+
+    shares: honest shares of noise in the sum that the observer does not know; `parameters.honest` by default.
+    """
+    count = parameters.honest if shares is None else shares
+    own = share_deviation(parameters)
+    apart = 2 * parameters.size * ripple(own / parameters.grid, count)
+    if apart > LARGEST_RIPPLE:
+        raise UserError(
+            f"secure sum refused: shares of noise with deviation {own:g} on a grid of {parameters.grid:g} do not add up "
+            f"closely enough (the loss may move by {apart:.1e}); use a finer grid"
+        )
+    return noise.snapped_multiplier(
+        own * math.sqrt(count), parameters.bound, parameters.grid, parameters.size
+    )
+
+
+def claims(parameters: Parameters, relation: Relation = "zero-out", steps: int = 1) -> tuple[Claim, ...]:
+    """What observers are promised about the protected unit by one opened sum, each computed from h.
+
+    The server may hold up to `colluders` nodes. A participant knows its own share at least: with colluders = 0 one share
+    less is counted against it. Sampling counts where the node itself draws in secret (`parameters.rate`).
+    """
+    rate = parameters.rate
+    sampling = Sampling("none") if rate == 1 else Sampling("poisson", rate=rate)
+    divide = 2.0 if relation == "replace-one" else 1.0
+    unit: Unit = "client" if parameters.unit == "client" else "example"
+    found = []
+    with_nodes = parameters.honest
+    others = with_nodes if parameters.colluders else with_nodes - 1
+    seats: tuple[tuple[Observer, int, str], ...] = (
+        ("server", with_nodes, f"the server with up to {parameters.colluders} nodes"),
+        ("participants", others, f"up to {max(parameters.colluders, 1)} participants together"),
+        ("public", with_nodes, "who sees the model only"),
+    )
+    for observer, count, who in seats:
+        if count < 1:
+            why = "the only honest share of noise that is guaranteed may be the observer's own"
+            found.append(Claim(observer, unit, "none", why))
+            continue
+        why = (
+            f"{who}: a sum under masks with the noise of {count} honest nodes at least (threshold {parameters.threshold} of "
+            f"{parameters.nodes}); discrete shares on a grid of {parameters.grid:g}, rounding counted"
+        )
+        if parameters.degree:
+            why += "; sparse neighbours: but for a chance of 2^-40 per sum"
+        z = multiplier(parameters, count) / divide
+        event = Event(Noise("gaussian", z), sampling, relation, unit, steps)
+        found.append(Claim(observer, unit, "sound", why, event))
+    return tuple(found)
+
+
+def wrap_chance(parameters: Parameters, largest: float) -> float:
+    """Bound on P(some coordinate of the sum leaves the words), if exact sums are at most `largest` (before the grid).
+
+    Wrapping around spoils the result, never the privacy. Every node may survive, each with its share of noise.
+    """
+    room = 2.0 ** (parameters.word - 1) - largest / parameters.grid - parameters.nodes
+    spread = share_deviation(parameters) / parameters.grid * math.sqrt(parameters.nodes)
+    if room <= 0:
+        return 1.0
+    return min(1.0, parameters.size * math.erfc(room / spread / math.sqrt(2)) * 1.001)
