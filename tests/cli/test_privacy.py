@@ -269,7 +269,11 @@ def test_another_delta_and_accountant(run: Any, ledger_file: Path) -> None:
 def test_verify_is_quiet_about_whole_ledgers_and_names_the_broken_record(run: Any, ledger_file: Path) -> None:
     code, out, _ = run("ledger", ledger_file, "--verify")
     assert code == 0 and "11 records, all intact" in " ".join(out.split())
-    assert in_json(run, "ledger", ledger_file, "--verify") == {"intact": True, "records": 11, "anchors": ["ledger.head"]}
+    assert in_json(run, "ledger", ledger_file, "--verify") == {
+        "intact": True,
+        "records": 11,
+        "anchors": ["ledger.head"],
+    }
     good = ledger_file.read_bytes()
     ledger_file.write_bytes(good.replace(b'"round":6', b'"round":5'))
     for words in (["--verify"], []):

@@ -242,7 +242,17 @@ def test_a_full_disk_ends_with_a_clear_error_and_resumes_to_the_same_model(tmp_p
     run_folder.verify(tmp_path / "run")
 
 
-DAMAGE = [b"", b"\0" * 50, b"[]", b"7", b"null", b'{"round": "x"}', b"{" * 100_000, b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}"]
+DAMAGE = [
+    b"",
+    b"\0" * 50,
+    b"[]",
+    b"7",
+    b"null",
+    b'{"round": "x"}',
+    b"{" * 100_000,
+    b"\xff\xfe",
+    b'{"a": ' + b"9" * 5000 + b"}",
+]
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ledger.jsonl", "ledger.head", "result.json",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fedveil.cli import build
 from fedveil.errors import UserError
-from fedveil.studies import jobs, render, runner
+from fedveil.studies import jobs, render, runner, settings
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
 from fedveil.studies.index import find
 from fedveil.training import pool
@@ -304,3 +304,43 @@ def test_a_worker_that_dies_is_an_error_that_says_how_to_go_on(tmp_path, monkeyp
     monkeypatch.setattr(pool, "processes", Dying)
     with pytest.raises(UserError, match="--resume --workers 1"):
         runner.run(runner.plan(entry(), "paper"), tmp_path, workers=2)
+
+
+def shrunk_entry(recipe="fed-cdp"):
+    job = Train(
+        recipe, "cancer", changes(dict(TINY), clients=40, cohort_size=20, rounds=200, **{"clip.bound": 1.0})
+    )
+    return Entry("p1-table1", "Test", (Cell("accuracy", "end", 0.9, job, "accuracy"),))
+
+
+def test_a_shrunk_run_brings_its_control_and_shows_nothing_if_that_does_not_learn(monkeypatch):
+    chosen = runner.plan(shrunk_entry(), "small")
+    (planned,) = chosen.jobs
+    check = chosen.controls[planned.job]
+    assert check.recipe == "non-private" and "clip.bound" not in dict(check.settings)
+    same = {k: v for k, v in planned.job.settings if k != "clip.bound"}
+    assert dict(check.settings) == same and chosen.runs[0] == (check, 0)
+
+    def done(accuracy):
+        return {
+            key_of(planned.job, 0): {"result": {"accuracy": 0.6, "noise_law": "float"}},
+            key_of(check, 0): {"result": {"accuracy": accuracy}},
+        }
+
+    (learned,) = runner.rows(chosen, done(0.95))
+    assert learned.ours == 0.6 and learned.law == "float"
+    (lost,) = runner.rows(chosen, done(0.5))
+    assert lost.ours is None and lost.difference is None
+    assert lost.why == (
+        "shrunk too far to say anything: the same run without noise reaches 0.500, the paper's 0.993",
+    )
+    (unknown,) = runner.rows(chosen, {key_of(planned.job, 0): {"result": {"accuracy": 0.6}}})
+    assert unknown.ours is None and "not finished" in unknown.why[0]
+
+
+def test_shrinking_never_touches_the_batch_nor_leaves_too_few_steps():
+    job = Train("dp-baseline", "mnist", changes(settings.CENTRAL["mnist"]))
+    for level in range(1, settings.LEVELS + 1):
+        small = dict(settings.shrink(job, level)[0].settings)
+        assert small["batch_size"] == 600
+        assert small["rounds"] * small["local_steps"] >= settings.FEWEST_STEPS

@@ -206,3 +206,6 @@ class Row:
     seeds: int = 1
     fitted: bool = False  # comes out only with a step more or less than stated
     settings: Mapping[str, Any] = field(default_factory=dict)
+    law: str = (
+        ""  # of the noise that was drawn: float, or exact (discrete); no part of what a cell is found by
+    )

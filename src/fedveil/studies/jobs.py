@@ -152,6 +152,7 @@ def _figures(place: Path, config: Any, result: Result, cpu: float) -> Result:
         "rounds": result["rounds"],
         "stopped": result["stopped"],
         "engine": result["engine"],
+        "noise_law": "exact" if getattr(config.built_recipe(), "grid", 0) else "float",
         "cpu_seconds": cpu,
         "l2max": config.built_recipe().sensitivity == "l2-max",
         "variance": config.fixed_variance,

@@ -81,10 +81,10 @@ TABLE_8 = {
     "cyclic": ((.9601, .9599, .9596, .9599, .9599), (.9652, .9644, .9641, .9648, .9645),
                (.9784, .9779, .9776, .9781, .9779), (.9787, .9781, .9779, .9785, .9784)),
 }  # fmt: skip
-SIGMA = {
-    "linear": "linear:15:4.85",
-    "exponential": "exponential:15:4.85",
-    "cyclic": "cosine-cyclic:15:floor=4.85",
+SIGMA = {  # "sigma = 6 is also used as the initial sigma value"; the cycle is a triangle whose peak falls linearly
+    "linear": "linear:6:4.85",
+    "exponential": "exponential:6:4.85",
+    "cyclic": "triangular-cyclic:6:4.85:floor=4.85",
 }
 TABLE_9 = {"linear": (51.365, 4.538, 4.501, .561, .459, 5532), "exponential": (48.027, 4.017, 3.962, .537, .453, 5541),
            "cyclic": (56.776, 4.703, 4.667, .683, .572, 5493)}  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedveil.studies.cells import Attack, Entry, Row, key_of
 from fedveil.studies.runner import Plan
+from fedveil.studies.verdicts import CHECKS, judge
 
 
 def shown(value: float | str | None, digits: int) -> str:
@@ -66,6 +67,9 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
             f"| {row.row} | {row.column} | {' | '.join(cells)} | {mark(*row.why)} | {mark(row.shrunk)} |"
         )
     lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
+    laws = sorted({row.law for row in rows if row.law})
+    lines += [f"Noise: {' and '.join(laws)}.", ""] if laws else []
+    lines += verdict_lines(entry, rows)
     unique = list(dict.fromkeys(json.dumps(dict(row.settings), sort_keys=True) for row in rows))
     lines += [
         "<details><summary>Settings of every job</summary>",
@@ -78,6 +82,15 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
         "",
     ]
     return "\n".join(lines)
+
+
+def verdict_lines(entry: Entry, rows: Sequence[Row]) -> list[str]:
+    """The end of a figure's page: what the paper states, and whether it comes out."""
+    if not entry.is_figure or entry.id not in CHECKS:
+        return []
+    found = judge(CHECKS[entry.id], rows)
+    lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**.", ""]
+    return [*lines, *(f"- {text}" for text in found.reasons), ""]
 
 
 def name_of(entry: Entry) -> str:

@@ -7,13 +7,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedveil.errors import UserError
 from fedveil.studies import jobs, settings
-from fedveil.studies.cells import Attack, Cell, Entry, Job, Row, Train, key_of, seeded, settings_of
+from fedveil.studies.cells import (
+    Attack,
+    Cell,
+    Entry,
+    Inference,
+    Job,
+    Row,
+    Train,
+    key_of,
+    seeded,
+    settings_of,
+)
 from fedveil.studies.reasons import explain
 
 Scale = Literal["small", "paper"]
@@ -40,11 +51,14 @@ class Plan:
     scale: Scale
     seeds: int
     jobs: tuple[Planned, ...]
+    controls: Mapping[Job, Train] = field(default_factory=dict)
+    """Shrunk jobs of training, and the same run without noise that must learn before they count."""
 
     @property
     def runs(self) -> list[tuple[Job, int]]:
         """Each job with each seed, once."""
-        found = [
+        found: list[tuple[Job, int]] = [(job, 0) for job in self.controls.values()]
+        found += [
             (p.job, seed)
             for p in self.jobs
             if not p.skipped
@@ -74,18 +88,32 @@ def plan(
         level += 1
     small = {job: settings.shrink(job, level, 5 if job in curves else 1) for job in wanted}
     kept, spent = set(), 0.0
+    controls: dict[Job, Train] = {}
     for job in sorted(
         wanted, key=lambda job: settings.seconds(small[job][0])
     ):  # the cheapest make most cells
         spent += settings.seconds(small[job][0])
+        check = _control(small[job], entry)
+        if check is not None and check not in controls.values():
+            spent += settings.seconds(check)
         if spent <= SMALL_BUDGET:
             kept.add(job)
+            controls |= {} if check is None else {small[job][0]: check}
     left_out = "left out at small scale: run with --scale paper"
     planned = [
         Planned(job, small[job][0], small[job][1] if job in kept else left_out, job not in kept)
         for job in wanted
     ]
-    return Plan(entry, scale, seeds, tuple(planned))
+    return Plan(entry, scale, seeds, tuple(planned), controls)
+
+
+def _control(shrunk: tuple[Job, str], entry: Entry) -> Train | None:
+    """The run without noise that a shrunk run needs beside it, where the paper says what it should reach."""
+    job, said = shrunk
+    inner = job.train if isinstance(job, Inference) else job
+    if not said or not isinstance(inner, Train) or settings.expected(inner, entry.paper) is None:
+        return None
+    return settings.control(inner)
 
 
 def _fewer_victims(job: Job, most: Mapping[str, int]) -> Planned:
@@ -204,7 +232,24 @@ def describe(job: Job) -> str:
 def rows(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> list[Row]:
     """Paper, ours, difference and why for every cell."""
     planned = {p.printed: p for p in chosen.jobs}
-    return [_row(cell, planned[cell.job], chosen.seeds, done) for cell in chosen.entry.cells]
+    return [
+        _with_control(_row(cell, planned[cell.job], chosen.seeds, done), planned[cell.job].job, chosen, done)
+        for cell in chosen.entry.cells
+    ]
+
+
+def _with_control(row: Row, job: Job, chosen: Plan, done: Mapping[str, dict[str, Any]]) -> Row:
+    """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing."""
+    check = chosen.controls.get(job)
+    if check is None or row.ours is None:
+        return row
+    goal = settings.expected(check, chosen.entry.paper)
+    reached = done.get(key_of(check, 0), {}).get("result", {}).get("accuracy")
+    if goal is None or (reached is not None and reached >= goal - settings.REACH):
+        return row
+    said = "is not finished" if reached is None else f"reaches {reached:.3f}, the paper's {goal:.3f}"
+    why = (f"shrunk too far to say anything: the same run without noise {said}",)
+    return replace(row, ours=None, difference=None, matches=None, deviation=None, why=why)
 
 
 def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, Any]]) -> Row:
@@ -250,4 +295,5 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, 
         len(values),
         fitted,
         settings_of(planned.job, 0),
+        next((law for line in lines if (law := line.get("result", {}).get("noise_law"))), ""),
     )

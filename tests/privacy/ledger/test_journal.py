@@ -261,7 +261,9 @@ def test_what_a_killed_process_was_told_is_on_disk(tmp_path: Path) -> None:
         assert len(found) >= accepted + 1
 
 
-def test_a_file_cut_between_records_rolled_back_or_lost_is_noticed_by_the_head_beside_it(tmp_path: Path) -> None:
+def test_a_file_cut_between_records_rolled_back_or_lost_is_noticed_by_the_head_beside_it(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "ledger.jsonl"
     data = written(path, 4)
     lines = data.splitlines(keepends=True)

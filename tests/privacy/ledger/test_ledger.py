@@ -750,7 +750,9 @@ def test_a_thousand_clients_and_ten_thousand_changing_steps_take_seconds_and_the
     assert len(rows) == 3 and {row.verdict for row in rows} == {"sound"}
     assert rows[0].epsilon is not None and again[0].epsilon is not None and rows[0].epsilon < again[0].epsilon
     assert rows[0].epsilon == pytest.approx(0.408, rel=0.015)
-    assert first < 6 and more < 2 * first  # less when nothing else runs; shared caches make single timings noisy
+    assert (
+        first < 6 and more < 2 * first
+    )  # less when nothing else runs; shared caches make single timings noisy
 
 
 def _rechained(bodies: list[dict]) -> bytes:
@@ -765,7 +767,25 @@ def _rechained(bodies: list[dict]) -> bytes:
     return b"".join(lines)
 
 
-ODD = (None, True, -1, 1 << 70, 10**12, 1.5, 1e308, -0.0, "", "x", "0-999999999", "5-1", "0,0", [], [[]], {}, {"a": 1})
+ODD = (
+    None,
+    True,
+    -1,
+    1 << 70,
+    10**12,
+    1.5,
+    1e308,
+    -0.0,
+    "",
+    "x",
+    "0-999999999",
+    "5-1",
+    "0,0",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+)
 
 
 def test_a_right_chain_with_odd_contents_is_read_or_refused_and_never_a_crash(tmp_path: Path) -> None:

@@ -206,7 +206,10 @@ def check_header(header: Header) -> None:
     largest = max(map(len, header.holders), default=0)
     need(largest <= header.copies, f"a holder set has {largest} clients, but copies is {header.copies}.")
     for budget in header.budgets:
-        need(0 <= budget.epsilon < math.inf, f"budget epsilon is {budget.epsilon}, must be 0 or more, and finite.")
+        need(
+            0 <= budget.epsilon < math.inf,
+            f"budget epsilon is {budget.epsilon}, must be 0 or more, and finite.",
+        )
         need(
             budget.delta is None or 0 <= budget.delta < 1,
             f"budget delta is {budget.delta}, must be in [0, 1).",
@@ -357,7 +360,9 @@ def check_body(body: dict[str, Any], budgets: int) -> None:
     kind = body["kind"]
     if kind == "spent":
         numbers = body.get("budgets")
-        need(isinstance(numbers, list) and all(_fits(n, int) and 0 <= n < budgets for n in numbers), "budgets")
+        need(
+            isinstance(numbers, list) and all(_fits(n, int) and 0 <= n < budgets for n in numbers), "budgets"
+        )
     if kind != "release":
         return
     need(_fits(body.get("round"), int) and body["round"] >= 0, "round")

@@ -204,7 +204,9 @@ class Log:
             contents = scan(_all(log._handle, path), path)
             check_anchors(contents.records, [*kept_head(path), *anchors], path)
             if not contents.records:
-                raise UserError(f"{path}: holds no complete record, so nothing was released with it; delete it.")
+                raise UserError(
+                    f"{path}: holds no complete record, so nothing was released with it; delete it."
+                )
             records = contents.records
             log._open_head()
             log._size, log._count, log._head = contents.size, len(records), records[-1].hash

@@ -1,0 +1,54 @@
+"""A verdict follows from the numbers of a page and from nothing else."""
+
+import pytest
+
+from fedveil.studies.cells import Row
+from fedveil.studies.index import catalogue
+from fedveil.studies.verdicts import CHECKS, Check, judge, mean_of
+
+
+def row(name, column, ours):
+    return Row(name, column, None, ours, None, None, (), "")
+
+
+ROWS = [
+    row("fed-cdp, type2", "MNIST", 0.1),
+    row("fed-cdp-decay, type2", "MNIST", 0.9),
+    row("fed-sdp, type2", "LFW", None),
+]
+
+
+def test_places_name_cells_by_words_whole_names_and_exclusions():
+    assert mean_of("type2", ROWS) == pytest.approx(0.5)
+    assert mean_of("=fed-cdp, type2", ROWS) == 0.1
+    assert mean_of("fed-cdp & !decay", ROWS) == 0.1
+    assert mean_of("lfw", ROWS) is None
+
+
+@pytest.mark.parametrize(
+    ("checks", "word"),
+    [
+        ([Check("a", "=fed-cdp, type2", "<", 0.3)], "holds"),
+        ([Check("a", "=fed-cdp, type2", "<", "decay")], "holds"),
+        ([Check("a", "decay", "<", 0.3)], "does not hold"),
+        ([Check("a", "decay", "<", 0.3), Check("b", "lfw", ">", 0.1)], "does not hold"),
+        ([Check("a", "=fed-cdp, type2", "<", 0.3), Check("b", "lfw", ">", 0.1)], "cannot be judged here"),
+        ([Check("a", "decay", "~", 0.88, 0.03)], "holds"),
+        ([Check("a", "decay", "~", 0.8, 0.03)], "does not hold"),
+        ([], "cannot be judged here"),
+    ],
+)
+def test_every_comparison_must_come_out_and_a_missing_number_leaves_it_open(checks, word):
+    found = judge(checks, ROWS)
+    assert found.word == word and len(found.reasons) == len(checks)
+
+
+def test_every_figure_with_cells_is_judged_by_cells_that_it_has():
+    figures = {e.id: e for e in catalogue().values() if e.is_figure and e.cells}
+    assert set(CHECKS) == set(figures)
+    for name, checks in CHECKS.items():
+        rows = [row(cell.row, cell.column, 1.0) for cell in figures[name].cells]
+        for check in checks:
+            assert mean_of(check.left, rows) is not None, (name, check)
+            if isinstance(check.right, str):
+                assert mean_of(check.right, rows) is not None, (name, check)
