@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "noise.h"
+#include "exact.h"
 
 namespace fedveil {
 
@@ -42,6 +42,7 @@ struct Plan {
     const double* lambdas;      // [steps], staircase laws only
     const double* nus;
     const StaircaseShape* shapes;
+    const Stairs* stairs;  // on a grid
 };
 
 struct Data {

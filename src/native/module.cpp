@@ -255,8 +255,12 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     }
     if (plan.noise && (!plan.multipliers || (!plan.bounds && !plan.l2_max)))
         throw std::invalid_argument("noise needs multipliers and bounds");
-    if (plan.grid > 0 && plan.noise && plan.noise != GAUSSIAN_LAW)
-        throw std::invalid_argument("noise on a grid is Gaussian");
+    std::vector<Stairs> stairs;
+    if (!settings["stairs"].is_none())
+        for (nb::handle one : nb::cast<nb::list>(settings["stairs"])) stairs.push_back(read_stairs(nb::cast<std::vector<uint64_t>>(one)));
+    plan.stairs = stairs.data();
+    if (plan.grid > 0 && (plan.noise == STAIRCASE_LAW || plan.noise == JOINT_LAW) && stairs.size() != size_t(plan.steps))
+        throw std::invalid_argument("Staircase noise on a grid needs a shape for each step");
     if (plan.clip && !plan.bounds) throw std::invalid_argument("clipping needs bounds");
     if ((plan.noise == STAIRCASE_LAW && !plan.shapes) || (plan.noise == JOINT_LAW && (!plan.lambdas || !plan.nus)))
         throw std::invalid_argument("staircase noise needs its shape");

@@ -67,7 +67,8 @@ struct Run {
     float* factor;    // [group][units]
     float* all_norm;  // [width][units], median rule
     float bound[kMaxLayers];
-    int64_t* counts;  // noise on a grid, flat order
+    double* counts;  // noise on a grid, flat order
+    int64_t *drawn, *drawn_more;  // the same as integers, for laws that need them
     double losses[kGroup];  // of the current group
     bool skip[kGroup];      // not finite: left out of the sum
     // of the step
@@ -270,7 +271,10 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     }
     run.flat_noise = arena.take<float>(plan.noise ? length : 0);
     run.row_noise = arena.take<float>(plan.noise ? longest : 0);
-    run.counts = arena.take<int64_t>(plan.noise && plan.grid > 0 ? net.params : 0);
+    const bool gridded = plan.noise && plan.grid > 0, slow = gridded && plan.noise != GAUSSIAN_LAW;
+    run.counts = arena.take<double>(gridded ? net.params + 16 : 0);
+    run.drawn = arena.take<int64_t>(slow ? net.params : 0);
+    run.drawn_more = arena.take<int64_t>(slow && plan.noise_on == ON_EXAMPLE ? net.params : 0);
     run.flat_more = arena.take<float>(plan.noise && examples ? net.params + 1 : 0);
     for (int i = 0; i < run.ops && arena.base; ++i) {
         Op& op = run.op[i];

@@ -1,5 +1,6 @@
 // Noise (protect.noise.step_noise) and the step of the weights.
 #pragma once
+#include "exact.h"
 #include "run.h"
 
 namespace fedveil::FV_ISA {
@@ -57,27 +58,83 @@ STAGE bool draw_noise(Run& run, const Source& source, int step, int batch) {
     return true;
 }
 
-// protect.noise.snapped_sum: the sum rounded to the grid, with its noise. Bad if it does not fit.
-STAGE void snap_sum(Run& run, const Source& source, int step, double deviation) {
+// Half as many doubles as floats in a vector.
+constexpr int H = L / 2;
+typedef double D __attribute__((vector_size(H * 8), may_alias));
+typedef double Du __attribute__((vector_size(H * 8), may_alias, aligned(8)));
+typedef int64_t I64 __attribute__((vector_size(H * 8), may_alias));
+typedef float Half __attribute__((vector_size(H * 4), may_alias, aligned(4)));
+
+inline D nearest(D x) {  // ties to even
+#if defined(__AVX512F__)
+    return D(_mm512_roundscale_pd(__m512d(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+    return D(_mm256_round_pd(__m256d(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < H; ++i) x[i] = rint(x[i]);
+    return x;
+#endif
+}
+
+// The integers of protect.exact.grid_noise, as doubles. False: the plan's noise does not fit its grid.
+STAGE bool draw_integers(Run& run, const Source& source, int step, int batch, double width) {
+    const Plan& plan = *run.plan;
+    const int64_t count = run.net->params;
+    const ExactKernels& kernels = *source.kernels->exact;
+    const bool stairs = plan.noise == STAIRCASE_LAW || plan.noise == JOINT_LAW;
+    if (width <= 0 || (plan.noise_on == ON_EXAMPLE && batch == 0)) {
+        memset(run.counts, 0, size_t(count) * 8);
+        return true;
+    }
+    if (!stairs && !(width >= kNarrowestExact && width <= kWidestExact)) return false;
+    Stream stream = {source.key, uint32_t(step), 0, EXACT_GAUSSIAN};
+    if (plan.noise == GAUSSIAN_LAW) {
+        fill_exact(kernels, source.cipher, stream, exact_gaussian(width), count, run.counts);
+        return true;
+    }
+    const int draws = plan.noise_on == ON_EXAMPLE ? batch : 1;
+    for (int example = 0; example < draws; ++example) {
+        int64_t* to = example ? run.drawn_more : run.drawn;
+        stream.example = uint32_t(example);
+        stream.purpose = plan.noise == LAPLACE_LAW ? EXACT_LAPLACE : plan.noise == STAIRCASE_LAW ? EXACT_STAIRCASE : EXACT_JOINT;
+        if (plan.noise == LAPLACE_LAW) fill_exact(kernels, source.cipher, stream, exact_laplace(width), count, to);
+        else if (plan.noise == STAIRCASE_LAW) fill_staircase(kernels, source.cipher, stream, plan.stairs[step], count, to);
+        else if (!fill_joint(kernels, source.cipher, stream, plan.stairs[step], count, to)) return false;
+        if (example)
+            for (int64_t i = 0; i < count; ++i) run.drawn[i] += to[i];
+    }
+    for (int64_t i = 0; i < count; ++i) run.counts[i] = double(run.drawn[i]);
+    return true;
+}
+
+// protect.noise.noised_sum on a grid: the sum rounded to it, with its noise. Bad if it does not fit. Doubles hold both integers, so
+// that their sum is rounded as that of 64-bit integers would be.
+STAGE void snap_sum(Run& run, const Source& source, int step, int batch, double deviation) {
     const double grid = run.plan->grid;
-    memset(run.counts, 0, size_t(run.net->params) * 8);
-    if (deviation > kWidestDiscrete * grid) {
+    if (!draw_integers(run, source, step, batch, deviation / grid)) {
         run.bad = true;
         return;
     }
-    if (deviation > 0)
-        fill_discrete(*source.kernels, source.cipher, {source.key, uint32_t(step), 0, DISCRETE}, deviation / grid,
-                      run.net->params, run.counts);
+    I64 lost = {};
     for (int i = 0; i < run.ops; ++i)
         each_run(run, run.op[i], [&](int64_t to, int64_t from, int n, int stride) {
-            for (int j = 0; j < n; ++j) {
-                const double units = double(run.sum[to + j]) / grid;
-                const bool fits = fabs(units) < 0x1p62;
-                run.bad |= !fits;
-                const int64_t snapped = fits ? int64_t(rint(units)) : 0;
-                run.sum[to + j] = float(double(snapped + run.counts[from + int64_t(j) * stride]) * grid);
+            float* sum = run.sum + to;
+            const double* y = run.counts + from;
+            for (int j = 0; j < n; j += H) {
+                const int now = n - j < H ? n - j : H;
+                D x = {}, noise;
+                if (now == H) x = D(__builtin_convertvector(*reinterpret_cast<const Half*>(sum + j), D));
+                else for (int k = 0; k < now; ++k) x[k] = double(sum[j + k]);
+                if (stride == 1) noise = *reinterpret_cast<const Du*>(y + j);  // there is room behind the last
+                else for (int k = 0; k < H; ++k) noise[k] = y[int64_t(j + (k < now ? k : 0)) * stride];
+                const D units = x / grid;
+                lost |= ~(I64)((units < 0x1p62) & (units > -0x1p62));
+                const Half out = __builtin_convertvector((nearest(units) + noise) * grid, Half);
+                if (now == H) *reinterpret_cast<Half*>(sum + j) = out;
+                else for (int k = 0; k < now; ++k) sum[j + k] = out[k];
             }
         });
+    for (int k = 0; k < H; ++k) run.bad |= lost[k] != 0;
 }
 
 // The noise of one layer's parameters, in flat order.

@@ -371,11 +371,24 @@ def test_snapped_neighbours_stay_within_the_snapped_bound(bound, count, power, s
     assert change <= noise.snapped_bound(bound, grid, count) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("change", [{"noise": "laplace"}, {"noise": "gaussian", "sensitivity": np.ones(4)}])
-def test_grid_noise_is_gaussian_with_one_sensitivity(change):
-    sensitivity = change.pop("sensitivity", 1.0)
+@pytest.mark.parametrize("law", ["gaussian", "laplace", "staircase", "joint-staircase"])
+def test_grid_noise_has_one_sensitivity(law):
     with pytest.raises(UserError, match="grid"):
-        noise.noised_sum(plan(grid=0.1, **change), work(), 0, 1, np.zeros(4, np.float32), sensitivity)
+        noise.noised_sum(plan(grid=0.1, noise=law), work(), 0, 1, np.zeros(4, np.float32), np.ones(4))
+
+
+@pytest.mark.parametrize("on", ["sum", "mean", "example"])
+@pytest.mark.parametrize("law", ["laplace", "staircase", "joint-staircase"])
+def test_grid_noise_of_every_law_is_the_float_noise_to_its_scale(law, on):
+    """Mean size of integer noise against that of the float law; 5 standard errors, false alarm 6e-7."""
+    grid, n = 2.0**-20, 20_000 if law != "joint-staircase" else 60
+    p = plan(noise=law, grid=grid, noise_on=on)
+    kinds = [noise.noised_sum(p, work(), s, 3, np.zeros(n, np.float32), 0.75) for s in (0, 1)]
+    floats = [0.75 * noise.step_noise(p, work(), s, 3, n) for s in (0, 1)]
+    sizes = [np.abs(np.concatenate(both)) for both in (kinds, floats)]
+    spread = math.hypot(*(x.std() / math.sqrt(len(x)) for x in sizes))
+    assert abs(sizes[0].mean() - sizes[1].mean()) < 5 * spread
+    assert all(np.array_equal(x / grid, np.round(x / grid)) for x in kinds)
 
 
 def test_a_narrow_staircase_has_steps_of_its_width_and_tends_to_laplace():

@@ -347,11 +347,13 @@ def snapped_sum(total: np.ndarray, grid: float, deviation: float, key: bytes, st
     Formal guarantee: for totals that differ by at most `bound` in l2, the Gaussian mechanism with multiplier
     `snapped_multiplier(deviation, bound, grid, size)`. Multiplying by the grid is post-processing.
     """
-    if not np.all(np.abs(total) < 2.0**62 * grid):
+    from fedveil.protect import exact  # which draws from the streams here
+
+    if not np.all(np.abs(np.asarray(total, np.float64) / grid) < 2.0**62):
         return np.full(np.shape(total), np.nan)
     units = snap(total, grid)
     if deviation > 0:
-        units = units + discrete_normals(key, step, np.size(total), deviation / grid)
+        units = units + exact.gaussian(key, step, np.size(total), deviation / grid).reshape(units.shape)
     return units * grid
 
 
@@ -411,13 +413,17 @@ def noised_sum(
 ) -> np.ndarray:
     """The sum of clipped gradients with its noise (float32), on the grid if the plan has one.
 
-    Formal guarantee with grid > 0: that of `snapped_sum` for deviation = multiplier * sensitivity (times the factor
-    of noise_on); the conversion to float32 afterwards is post-processing.
+    Formal guarantee with grid > 0: that of protect.exact.grid_noise on the snapped sum; the conversion to float32
+    afterwards is post-processing.
     """
     if plan.grid <= 0 or plan.noise == "none":
         return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
-    if plan.noise != "gaussian" or np.ndim(sensitivity):
-        raise UserError("grid noise needs noise = 'gaussian' and one sensitivity for all coordinates")
-    factor = {"sum": 1.0, "mean": plan.expected_batch, "example": math.sqrt(batch_size)}[plan.noise_on]
-    deviation = plan.multipliers[step] * float(sensitivity) * factor
-    return snapped_sum(total, plan.grid, deviation, work.noise_key, step).astype(_F)
+    from fedveil.protect import exact
+
+    if np.ndim(sensitivity):
+        raise UserError("grid noise needs one sensitivity for all coordinates")
+    units = np.asarray(total, np.float64) / plan.grid
+    if not np.all(np.abs(units) < 2.0**62):
+        return np.full(total.shape, np.nan, _F)
+    drawn = exact.grid_noise(plan, work, step, batch_size, total.size, float(sensitivity))
+    return ((snap(total, plan.grid) + drawn) * plan.grid).astype(_F)

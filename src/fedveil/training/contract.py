@@ -49,8 +49,8 @@ class LocalPlan:
     - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
     - noise is drawn as protect.noise.step_noise says: S * step_noise(...) is added to the sum. In step 0 the
       momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
-    - grid > 0 (gaussian only, one S for all coordinates): the sum is rounded to multiples of grid and gets
-      discrete Gaussian noise on that grid: protect.noise.noised_sum does it for engines.
+    - grid > 0 (one S for all coordinates): the sum is rounded to multiples of grid and gets integer noise of the
+      law on that grid (protect.exact.grid_noise): protect.noise.noised_sum does both for engines.
     - with a clip, an example whose loss or norm (of any layer) is not finite gets clip factor 0 in all layers: it adds
       nothing, which is within every bound. It counts in `skipped` and in `examples`, not in the median, in l2-max
       or in the means; the noise does not change.
@@ -76,7 +76,7 @@ class LocalPlan:
     penalty: float = 0.0
     loss: LossKind = "cross-entropy"
     optimiser: Optimiser = SGD
-    grid: float = 0.0  # spacing of the discrete Gaussian; 0: float noise
+    grid: float = 0.0  # spacing of exact noise; 0: float noise
 
 
 @dataclass(frozen=True)

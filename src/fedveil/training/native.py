@@ -15,12 +15,13 @@ from torch import nn
 from fedveil.errors import UserError
 from fedveil.models import compile
 from fedveil.models.layout import Layout, layout_of
-from fedveil.protect import noise
+from fedveil.protect import exact, noise
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
 _KINDS = ("linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm")
 _CLIPS = ("none", "layer", "flat")
 _LAWS = ("none", "gaussian", "laplace", "staircase", "joint-staircase")
+_STAIRS = ("staircase", "joint-staircase")
 _PLACES = ("sum", "example", "mean")
 
 
@@ -38,8 +39,10 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
     """None if this engine can train the module by this plan, else the reason, naming the layer."""
     if not available():
         return "the compiled extension is not installed"
-    if plan.grid > 0 and plan.noise != "none" and (plan.noise != "gaussian" or plan.bound_rule == "median"):
-        return "noise on a grid needs Gaussian noise and one bound"
+    if plan.grid > 0 and plan.noise != "none" and plan.bound_rule == "median":
+        return "noise on a grid needs one bound"
+    if plan.grid > 0 and plan.noise in _STAIRS and plan.sensitivity != "bound":
+        return "Staircase noise on a grid needs sensitivity = bound"
     if plan.noise == "staircase" and plan.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
     if plan.optimiser.rule != "sgd":
@@ -94,7 +97,7 @@ def train(
     assert noise._native is not None
     try:
         noise._native.train(
-            fields, eps, unit_begin, int(np.prod(features.shape[1:])), outputs, _settings(plan),
+            fields, eps, unit_begin, int(np.prod(features.shape[1:])), outputs, _settings(plan, layout.size),
             features, labels, targets, np.ascontiguousarray(start, np.float32), clients, delta, norms, facts,
             threads, isa,
         )  # fmt: skip
@@ -143,15 +146,30 @@ def _fields(
     )
 
 
-def _settings(plan: LocalPlan) -> dict[str, Any]:
+def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
     steps: dict[str, Any] = dict.fromkeys(
-        ("bounds", "multipliers", "lambdas", "nus", "per_lambda", "threshold", "slope_in", "slope_out")
+        (
+            "bounds",
+            "multipliers",
+            "lambdas",
+            "nus",
+            "per_lambda",
+            "threshold",
+            "slope_in",
+            "slope_out",
+            "stairs",
+        )
     )
     if plan.bounds:
         steps["bounds"] = np.array(plan.bounds, np.float64)
     if plan.multipliers:
         steps["multipliers"] = np.array(plan.multipliers, np.float64)
-    if plan.noise in ("staircase", "joint-staircase"):
+    if plan.noise in _STAIRS and plan.grid > 0:
+        steps["stairs"] = [
+            exact.stairs_fields(exact.plan_stairs(plan, step, plan.bounds[step], size))
+            for step in range(plan.steps)
+        ]
+    if plan.noise in _STAIRS:
         shapes = [noise.staircase_shape(multiplier, plan.nu) for multiplier in plan.multipliers]
         names = ("lambdas", "nus", "per_lambda", "threshold", "slope_in", "slope_out")
         for name, values in zip(names, zip(*shapes, strict=True), strict=True):
