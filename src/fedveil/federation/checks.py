@@ -1,0 +1,169 @@
+"""What a node looks at before it trains a model that it was sent.
+
+A promise holds for any model, so these checks never lower an epsilon. They keep a server that changes the model from getting more
+than the promise of a recipe without noise leaves (nothing), and from spending a budget on it.
+
+    architecture_digest   the run's net, layer by layer; a node compares it with the one it agreed to
+    first_model           before the first round the weights are those that the configuration's seed gives, bit for bit
+    structure             weights that training does not lead to: copied rows, rows of zeros, units that nothing
+                          switches on, numbers without measure. Looked at with random inputs, never with the node's own
+                          rows: a refusal is visible
+    change                between two rounds the model moves no further than honest averaging can
+
+Formal guarantee: none of these functions reads private rows, so refusing or training tells nothing about them. `change` never
+refuses an honest server of a clipped recipe but with a probability below 1e-9 per round (the tail of the noise's norm).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fedveil.models.layout import Layout, unflatten
+from fedveil.protect.recipe import Recipe
+
+PROBES = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a policy allows. The defaults stopped none of 200 honest runs (docs/attacks.md)."""
+
+    largest: float = 1e4  # any weight
+    alike: float = 0.995  # cosine from which two rows count as copies
+    alike_share: float = 0.25  # of a layer's rows
+    zero_share: float = 0.4  # rows of exact zeros beside others that are not
+    least_active: float = 0.1  # mean share of uniformly random inputs that switch a layer's units on
+    bias_ratio: float = 30.0  # bias over what a random input of its row amounts to
+    own_factor: float = (
+        20.0  # without a clip: how much further than one's own largest update the model may move
+    )
+
+
+def architecture_digest(module: nn.Module, layout: Layout) -> str:
+    """SHA-256 of the net's printed structure and of the names and shapes of its parameters."""
+    parts = [str(module), *(f"{n}:{tuple(s)}" for n, s in zip(layout.names, layout.shapes, strict=True))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def first_model(weights: np.ndarray, agreed: np.ndarray) -> list[str]:
+    """Is the model of the first round the agreed one?"""
+    same = weights.shape == agreed.shape and np.array_equal(
+        np.asarray(weights, np.float32), np.asarray(agreed, np.float32)
+    )
+    return [] if same else ["the first model is not the one that the configuration's seed gives"]
+
+
+def structure(
+    weights: np.ndarray, module: nn.Module, layout: Layout, shape: tuple[int, ...], limits: Limits = Limits(), *,
+    low: float = 0.0, high: float = 1.0,
+) -> list[str]:  # fmt: skip
+    """Reasons to refuse these weights, whatever round they come from. low, high: the public range of inputs."""
+    weights = np.asarray(weights, np.float32)
+    if not np.isfinite(weights).all() or np.abs(weights).max(initial=0.0) > limits.largest:
+        return [f"weights are not finite or above {limits.largest:g}"]
+    reasons = []
+    places = dict(zip(layout.names, zip(layout.offsets, layout.shapes, strict=True), strict=True))
+    for name, (at, size) in places.items():
+        if len(size) < 2 or size[0] < 8 or math.prod(size[1:]) < 8:
+            continue
+        rows = weights[at : at + math.prod(size)].reshape(size[0], -1).astype(np.float64)
+        bias = places.get(name.removesuffix("weight") + "bias")
+        offsets = None if bias is None else weights[bias[0] : bias[0] + size[0]].astype(np.float64)
+        reasons += [f"{name}: {why}" for why in _rows(rows, offsets, limits, max(abs(low), abs(high)))]
+    return reasons + _activity(weights, module, layout, shape, limits, low, high)
+
+
+def _rows(rows: np.ndarray, bias: np.ndarray | None, limits: Limits, largest_input: float) -> list[str]:
+    norms = np.linalg.norm(rows, axis=1)
+    live = norms > 0
+    reasons = []
+    if live.any() and 1 - live.mean() > limits.zero_share:
+        reasons.append(f"{(~live).sum()} of {len(rows)} rows are zero and others are not")
+    unit = rows[live][:512] / norms[live][:512, None]
+    if len(unit) >= 8:
+        cosine = np.abs(unit @ unit.T) - np.eye(len(unit))
+        share = float((cosine.max(1) > limits.alike).mean())
+        if share > limits.alike_share:
+            reasons.append(f"{100 * share:.0f}% of the rows are copies of another row")
+    if bias is not None:
+        expected = 1 + norms * math.sqrt(rows.shape[1]) * largest_input
+        if (np.abs(bias) > limits.bias_ratio * expected).any():
+            reasons.append("a bias is far beyond what its weights can amount to")
+    return reasons
+
+
+def _activity(
+    weights: np.ndarray, module: nn.Module, layout: Layout, shape: tuple[int, ...], limits: Limits, low: float, high: float
+) -> list[str]:  # fmt: skip
+    """Layers with ReLU that hardly any random input switches on."""
+    rng = np.random.default_rng(0)  # public and the same for everybody
+    probe = torch.as_tensor(rng.uniform(low, high, (PROBES, *shape)).astype(np.float32))
+    seen: dict[str, list[float]] = {}
+    handles = [
+        layer.register_forward_hook(
+            lambda _m, _i, out, name=name: seen.setdefault(name, []).append(float((out > 0).float().mean()))
+        )
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.ReLU)
+    ]
+    try:
+        with torch.no_grad():
+            functional_call(module, unflatten(torch.as_tensor(weights), layout), (probe,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        f"{name}: random inputs switch on {100 * max(shares):.2g}% of the units"
+        for name, shares in seen.items()
+        if max(shares) < limits.least_active
+    ]
+
+
+def allowed_change(
+    recipe: Recipe, *, bound: float, sigma: float, learning_rate: float, steps: int, batch: float, dimension: int, layers: int,
+    cohort: float, server_rate: float = 1.0, own_largest: float | None = None, limits: Limits = Limits(),
+) -> float | None:  # fmt: skip
+    """How far honest averaging can move the model in one round, in l2; None if nothing is known yet.
+
+    With a clip this follows from the recipe: every example (client) adds at most the joint bound, and the norm of the noise is at
+    most deviation * (sqrt(d) + 7) but with probability 1e-9. Batches are taken as up to twice their expected size plus 20.
+    Without one, a node judges by its own updates."""
+    joint = bound * (math.sqrt(layers) if recipe.clip.kind == "layer" and not recipe.clip.split else 1.0)
+    tail = math.sqrt(dimension) + 7
+    if (
+        recipe.clip.kind == "none"
+        or recipe.clip.rule != "given"
+        or recipe.aggregate not in ("mean", "scaffold")
+    ):
+        return None if own_largest is None else limits.own_factor * own_largest * max(1.0, server_rate)
+    if recipe.mechanism in ("laplace", "staircase", "joint-staircase"):
+        tail *= 4  # heavier tails and another unit of scale
+    if recipe.where in ("step", "sum"):
+        most = 2 + 20 / batch
+        on = {"sum": 1.0, "mean": batch, "example": math.sqrt(batch * most)}[recipe.noise_on]
+        one = learning_rate * steps * (most * joint + sigma * bound * on * tail / batch * math.sqrt(layers))
+        return server_rate * one
+    each = (
+        1.0
+        if recipe.where == "client"
+        else {"sum": 1 / cohort, "mean": 1.0, "example": cohort**-0.5}[recipe.noise_on]
+    )
+    arrived = 2 + 20 / cohort if recipe.where == "server" else 1.0
+    return server_rate * (arrived * joint + sigma * bound * tail * each)
+
+
+def change(before: np.ndarray, after: np.ndarray, allowed: float | None) -> list[str]:
+    """Did the model move further than it can have?"""
+    moved = float(np.linalg.norm(np.asarray(after, np.float64) - np.asarray(before, np.float64)))
+    if allowed is None or moved <= allowed:
+        return []
+    return [
+        f"the model moved by {moved:.3g} since the last round; honest averaging moves it by {allowed:.3g} at most"
+    ]
