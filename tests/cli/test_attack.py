@@ -198,6 +198,23 @@ def test_audit_of_a_run_whose_ledger_promises_too_much_exits_with_one(finished, 
     assert result.exit_code == 1 and "PROMISE BROKEN" in result.output
 
 
+def test_audit_of_a_run_with_float_noise_sees_it_in_the_low_bits(tmp_path):
+    simulate(make_config({
+        "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 1, "local_steps": 1, "batch_size": 100,
+        "protect": {"sigma": 3.0, "grid": 0.0}, "model": "papers-mlp", "partition": "iid", "report": False,
+    }), tmp_path / "run")  # fmt: skip
+    result = call("audit", tmp_path / "run", "--canaries", 400)
+    assert result.exit_code == 1 and "cannot come from the neighbour" in " ".join(result.output.split())
+    summary = json.loads((tmp_path / "run" / "attacks" / "summary.json").read_text())
+    assert any("do not use this run" in row["means"] for row in summary["rows"])
+
+
+def test_a_malicious_server_is_tried_on_a_run(finished):
+    found = json.loads(call("attack", finished, "--kind", "malicious", "--json").stdout)
+    assert found["kind"] == "malicious" and {row["kind"] for row in found["attacks"]} == {"imprint", "trap", "isolate"}
+    assert found["share"] < 0.5  # the run's recipe has noise
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(("--kind", "gradients"), "Did you mean 'gradient'"), (("--type", "3"), "--type 3"),
@@ -210,8 +227,8 @@ def test_wrong_words_are_explained(words, message):
 
 def test_a_run_can_be_audited_at_once(tmp_path):
     words = ("run", "fed-cdp-sound", "--set", "dataset=digits", "--set", "clients=3", "--set", "rounds=1", "--set",
-             "local_steps=1", "--set", "batch_size=100", "--set", "model=papers-mlp", "--set", "partition=iid", "--audit",
-             "--json")  # fmt: skip
+             "local_steps=1", "--set", "batch_size=100", "--set", "model=papers-mlp", "--set", "partition=iid", "--set",
+             "grid=1e-6", "--audit", "--json")  # fmt: skip
     result = call(*words, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["audit"]

@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from fedveil.attacks import attribute, decoder, membership, shadows
-from fedveil.attacks.audit import canaries
+from fedveil.attacks import attribute, decoder, membership, shadows, verdicts
+from fedveil.attacks.audit import canaries, lowbits
 from fedveil.attacks.leakage import measure
+from fedveil.attacks.malicious import attack as malicious
 from fedveil.cli.common import plain
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.loop import Prepared, prepare
-from fedveil.federation.round import State, model_weights, start
+from fedveil.federation.round import State, model_weights, moment_of, start
 
-KINDS = ("gradient", "membership", "attribute", "decoder")
+KINDS = ("gradient", "malicious", "membership", "attribute", "decoder")
+BITS_SHARE = 0.2  # of an audit's level goes to low bits
 
 
 def gradient_config(
@@ -175,9 +178,64 @@ def audit_run(
         canaries=canaries_count,
         rounds=rounds,
         seed=seed,
-        significance=significance,
+        significance=significance * (1 - BITS_SHARE),
     )
-    return {"kind": "audit", **asdict(found), **facts}, found.exit_code
+    bits = _bits(run, canaries_count, seed, significance * BITS_SHARE)
+    figures = {"kind": "audit", **asdict(found), **facts, "significance": significance, "low_bits": bits}
+    broken = bits["broken"] and found.status == "sound"
+    if bits["broken"] and found.verdict != "promise broken":
+        figures |= {
+            "verdict": "promise broken",
+            "epsilon_lower": max(found.epsilon_lower, bits["epsilon_lower"]),
+            "reason": f"low bits of one round show at least {bits['epsilon_lower']:.3g}, promised for it "
+            f"{bits['epsilon_promised']:.3g}: {bits['with_excludes_without']} of {bits['releases']} releases cannot come "
+            "from the neighbour",
+        }
+    return figures, max(found.exit_code, int(broken))
+
+
+def _bits(run: store.Run, units: int, seed: int, significance: float) -> dict[str, Any]:
+    """The low bits of a run's first round against what its ledger says after one round."""
+    prepared = prepare(run.config)
+    found = lowbits.look(prepared, units=units, significance=significance, seed=seed)
+    promised, _, _ = canaries.promised(run.ledger(1), found.observer, found.unit, run.config.delta)  # type: ignore[arg-type]
+    return {**asdict(found), "epsilon_promised": promised, "broken": found.broken(promised)}
+
+
+def attack_malicious(
+    prepared: Prepared, *, kinds: Sequence[malicious.Kind] = malicious.KINDS, bins: int = 512, batch: int = 64, clients: int = 8,
+    seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """A server that sends models of its own making, against the run's recipe with the run's noise: one step on `batch`
+    records of each client, alone and as a sum."""
+    config = prepared.config
+    size = min(prepared.partition.size(c) for c in range(prepared.partition.clients))
+    batch, clients = min(batch, size), min(clients, prepared.partition.clients)
+    if prepared.dataset.classes is None or prepared.task.recipe.mechanism == "two-valued" or batch < 4:
+        raise UserError(
+            "malicious models are tried on classification with records to spare and additive noise."
+        )
+    protect = {**config.protect, "sigma": float(moment_of(prepared.task, initial(prepared)).sigmas[0])}
+    if config.recipe == "non-private":
+        protect = dict(config.protect)
+    values = {
+        "model": "papers-mlp", "model_options": {"hidden": [bins]}, "local_steps": 1, "batch_size": float(batch),
+        "learning_rate": 1.0, "calibrate": False, "target_epsilon": None, "client_epsilons": None, "protect": protect,
+        "engine": "auto", "server_momentum": 0.0, "momentum": 0.0, "learning_rate_end": None,
+    }  # fmt: skip
+    staged = prepare(config.model_copy(update=values))
+    rows = [
+        asdict(malicious.steal(staged, kind, clients=count, batch=batch, seed=seed))
+        for kind in kinds
+        for count in dict.fromkeys((1, clients))
+        if not (kind == "isolate" and count == 1)
+    ]
+    best = max(rows, key=lambda row: row["share"] - row["control"])
+    words = {
+        "attacker": "sends models of its own making; a node that checks them would refuse (docs/attacks.md)"
+    }
+    return {"kind": "malicious", "method": best["kind"], "images": bool(prepared.dataset.pixel_range), "share": best["share"],
+            "share_interval": best["interval"], "control": best["control"], "batch": batch, "attacks": rows, **words}  # fmt: skip
 
 
 def final_weights(run: store.Run) -> np.ndarray:
@@ -185,9 +243,27 @@ def final_weights(run: store.Run) -> np.ndarray:
     return model_weights(run.state())
 
 
-def save(folder: Path, kind: str, figures: Any) -> Path:
-    """Write `attacks/<kind>.json` below a run."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save(folder: Path, kind: str, figures: Any, settings: Mapping[str, Any] | None = None) -> Path:
+    """Write `attacks/<kind>.json` below a run, and keep it beside earlier ones as `attacks/history/<kind>-<time>.json`."""
+    history = folder / "history"
+    history.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     store.write_json(path, plain(figures))
+    made = datetime.now(timezone.utc)
+    entry = {
+        "schema": verdicts.ENTRY,
+        "made": made.isoformat(timespec="seconds"),
+        "settings": dict(settings or {}),
+    }
+    store.write_json(history / f"{kind}-{made:%Y%m%dT%H%M%S%f}Z.json", plain({**entry, "result": figures}))
     return path
+
+
+def summarise(path: Path) -> dict[str, Any]:
+    """One row per seat: what it was promised, the best attack so far, what that got and means. Kept as
+    `attacks/summary.json`."""
+    run = store.open_run(path)
+    rows = [asdict(row) for row in run.ledger(None).table(accountant=run.config.accountant)]
+    summary = verdicts.summary(rows, verdicts.read_history(path / "attacks" / "history"))
+    store.write_json(path / "attacks" / "summary.json", plain(summary))
+    return summary

@@ -10,7 +10,7 @@ import typer
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
 from fedveil.errors import UserError, did_you_mean
 
-KINDS = ("gradient", "membership", "attribute", "decoder", "all")
+KINDS = ("gradient", "malicious", "membership", "attribute", "decoder", "all")
 RunArgument = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A finished run directory.")]
 
 
@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def attack(
     run: RunArgument = None,
-    kind: Annotated[str, typer.Option(help="gradient, membership, attribute, decoder or all.")] = "gradient",
+    kind: Annotated[
+        str, typer.Option(help="gradient, malicious, membership, attribute, decoder or all.")
+    ] = "gradient",
     leak: Annotated[
         str,
         typer.Option(
@@ -129,7 +131,16 @@ def attack(
     results = _on_run(
         run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data
     )
-    emit(results if kind == "all" else results[kind], as_json, lambda: _show(results))
+    summary = campaign.summarise(run) if out is None else None
+    if kind == "all" and summary is not None:
+        results["summary"] = summary
+
+    def show() -> None:
+        _show({name: found for name, found in results.items() if name != "summary"})
+        if summary is not None:
+            _show_summary(summary)
+
+    emit(results if kind == "all" else results[kind], as_json, show)
 
 
 def _on_run(
@@ -166,6 +177,8 @@ def _on_run(
                     found = campaign.attack_membership(
                         prepared, weights, shadows_count=shadows, pool_size=pool, seed=seed
                     )
+                elif one == "malicious":
+                    found = campaign.attack_malicious(prepared, seed=seed)
                 elif one == "attribute":
                     found = campaign.attack_attribute(prepared, weights, name=attribute, seed=seed)
                 else:
@@ -174,7 +187,15 @@ def _on_run(
             if kind != "all":
                 raise
             found = {"kind": one, "not_done": str(wrong)}
-        campaign.save(folder, one, found)
+        settings = {
+            "victims": victims,
+            "seed": seed,
+            "shadows": shadows,
+            "pool": pool,
+            "rounds": rounds,
+            **options,
+        }
+        campaign.save(folder, one, found, settings)
         results[one] = found
     return results
 
@@ -207,8 +228,15 @@ def audit(
     figures, code = campaign.audit_run(
         run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
     )
-    campaign.save(run / "attacks", "audit", figures)
-    emit(figures, as_json, lambda: show_audit(figures))
+    settings = {"canaries": canaries, "rounds": rounds, "significance": significance, "seed": seed}
+    campaign.save(run / "attacks", "audit", figures, settings)
+    summary = campaign.summarise(run)
+
+    def show() -> None:
+        show_audit(figures)
+        _show_summary(summary)
+
+    emit(figures, as_json, show)
     if code:
         raise typer.Exit(code)
 
@@ -257,6 +285,29 @@ def _membership_row(rates: dict[str, Any]) -> list[str]:
     ]
 
 
+def _show_summary(summary: dict[str, Any]) -> None:
+    """One row per seat, for people."""
+    from fedveil.attacks.verdicts import COLUMNS, cells
+
+    print_table("What each seat can do", COLUMNS, [cells(row) for row in summary["rows"]])
+
+
+def _show_malicious(found: dict[str, Any]) -> None:
+    things = "images" if found["images"] else "records"
+    columns = ["model sent", "clients in the sum", things, "given back", "control"]
+    rows = [
+        [r["kind"], str(r["clients"]), str(r["images"]), f"{r['share']:.3f} [{r['interval'][0]:.3f}, {r['interval'][1]:.3f}]",
+         f"{r['control']:.3f}"]
+        for r in found["attacks"]
+    ]  # fmt: skip
+    print_table(
+        f"A malicious server, one step on {found['batch']} {things}, 95% intervals",
+        columns,
+        rows,
+        right=columns[1:],
+    )
+
+
 def _show(results: dict[str, Any]) -> None:
     from fedveil.report.attacks import empty_because
 
@@ -271,6 +322,8 @@ def _show(results: dict[str, Any]) -> None:
             print_table("Membership inference, 95% intervals", columns, rows, right=columns[1:])
             for why in empty_because(found["methods"]):
                 print(why)
+        elif kind == "malicious":
+            _show_malicious(found)
         elif kind == "attribute":
             print(
                 f"attribute '{found['attribute']}': accuracy {found['accuracy']:.3f}, F1 {found['f1']:.3f}; "
@@ -293,3 +346,10 @@ def show_audit(found: dict[str, Any]) -> None:
     print(f"epsilon shown by {found['canaries']} canaries: at least {figure(found['epsilon_lower'])}")
     print(f"ceiling of this sample size: {figure(found['ceiling'])}")
     print(found["reason"] + ".")
+    bits = found.get("low_bits")
+    if bits:
+        told = f"not looked at: {bits['reason']}" if bits["reason"] else (
+            f"{bits['with_excludes_without']} of {bits['releases']} releases exclude the neighbour "
+            f"({bits['without_excludes_without']} false), at least {figure(bits['epsilon_lower'])}"
+        )  # fmt: skip
+        print(f"low bits of one round: {told}")

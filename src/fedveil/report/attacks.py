@@ -16,10 +16,13 @@ ATTACKS = {
                  "The attacker sees what the recipe exposes and tries to redraw the training records."),
     "membership": ("Was this record used?", "The attacker guesses for single records whether they were in the training data."),
     "attribute": ("Guessing a hidden attribute", "The attacker reads a property off the model that it was not trained for."),
+    "malicious": ("A server that changes the model", "The attacker sends made-up models and reads records off the updates."),
     "decoder": ("Rebuilding inputs from outputs", "A network learns to draw records from what the model answers."),
     "audit": ("Audit with canaries", "Planted records or clients are searched for; what is found bounds ε from below."),
 }  # fmt: skip
 FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
+    "share": ("Given back", "percent", "records of one batch that came back within the stated threshold, best model sent"),
+    "control": ("By chance", "percent", "records outside the batch that the same candidates seem to hit: the fair comparison"),
     "success_rate": ("Rebuilt", "percent", "victims whose record was rebuilt within the stated threshold"),
     "label_accuracy": ("Labels read", "percent", "victims whose label was found"),
     "rmse": ("RMSE", "number", "mean error per pixel; 0 is a perfect copy"),
@@ -139,6 +142,8 @@ def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Where the attacker sat, and what that seat is promised: an attack elsewhere does not contradict a promise."""
     if kind in ("membership", "attribute", "decoder"):
         observer, saw = "public", "the final model"
+    elif kind == "malicious":
+        observer, saw = "server", "uploads of a model that the server made up"
     elif tap in SEATS:
         observer, saw = SEATS[tap]
     else:

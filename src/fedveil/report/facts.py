@@ -267,6 +267,8 @@ def attacks_of(folder: Path, show: bool) -> Iterable[dict[str, Any]]:
     if not place.is_dir():
         return
     for path in sorted(place.glob("*.json"))[:24]:
+        if path.stem == "summary":  # has a table of its own
+            continue
         try:
             data = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError):

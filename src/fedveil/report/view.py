@@ -10,6 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fedveil.attacks import verdicts
 from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card, percent
 from fedveil.report.facts import Facts, number
@@ -41,10 +42,19 @@ def view(facts: Facts, private: bool) -> dict[str, Any]:
         "settings": settings_charts(facts),
         "steady": steady(facts),
         "attacks": [attack_card(card, facts.promise.rows) for card in facts.attacks],
+        "seats": seat_table(facts, private),
         "public_data": facts.public_data,
         "costs": costs(facts),
         "reproduce": reproduce(facts, private),
     }
+
+
+def seat_table(facts: Facts, private: bool) -> list[list[str]]:
+    """One row per seat: promised, best attack, what it got and means. Attacks on private records only with `private`."""
+    kept = verdicts.read_history(facts.run.path / "attacks" / "history")
+    if not (private or facts.public_data):
+        kept = [entry for entry in kept if entry["result"].get("kind") == "audit"]
+    return [verdicts.cells(row) for row in verdicts.summary(facts.promise.rows, kept)["rows"]] if kept else []
 
 
 def result_of(facts: Facts) -> tuple[str, float | None, str]:

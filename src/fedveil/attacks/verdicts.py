@@ -1,0 +1,226 @@
+"""One row per seat: what it was promised, the best attack made from it, what that got, and what it means in a sentence.
+
+Seats are never mixed: an attack from a client's memory says nothing about what a server sees. Rows about tables speak of records,
+rows about pictures of images. Everything comes from the ledger and from kept attack results; nothing is judged by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ENTRY = "fedveil/attack/1"
+SUMMARY = "fedveil/attack-summary/1"
+MOST_FILES = 500
+MOST_BYTES = 1 << 24
+TAPS = {
+    "type2": "client-process",
+    "type1": "client-process",
+    "type0": "server",
+    "type0-sanitised": "participants",
+}
+SEATS = {
+    "client-process": "inside a client",
+    "server": "the server",
+    "participants": "other participants",
+    "public": "whoever gets the model",
+}
+
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": SUMMARY,
+    "type": "object",
+    "required": ["schema", "rows"],
+    "additionalProperties": False,
+    "properties": {
+        "schema": {"const": SUMMARY},
+        "rows": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": [
+                    "seat",
+                    "unit",
+                    "promised",
+                    "verdict",
+                    "attack",
+                    "made",
+                    "got",
+                    "means",
+                    "attacks",
+                ],
+                "additionalProperties": False,
+                "properties": {
+                    "seat": {"enum": list(SEATS)},
+                    "unit": {"type": "string"},
+                    "promised": {"type": ["number", "null"]},
+                    "verdict": {"enum": ["sound", "nominal", "none"]},
+                    "attack": {"type": ["string", "null"]},
+                    "made": {"type": ["string", "null"]},
+                    "got": {"type": "string"},
+                    "means": {"type": "string"},
+                    "attacks": {"type": "integer", "minimum": 0},
+                },
+            },
+        },
+    },
+}
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """All kept results, oldest first; files that are not results are left out."""
+    found = []
+    for path in sorted(folder.glob("*.json"))[-MOST_FILES:] if folder.is_dir() else []:
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                continue
+            entry = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(entry, dict) and entry.get("schema") == ENTRY and isinstance(entry.get("result"), dict):
+            result = entry["result"]
+            several = result.get("results") if isinstance(result.get("results"), list) else [result]
+            found += [{**entry, "result": one} for one in several if isinstance(one, dict)]
+    return sorted(found, key=lambda entry: str(entry.get("made")))
+
+
+def seat_of(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(observer, unit) that an attack speaks about."""
+    kind = result.get("kind")
+    if kind == "audit":
+        return str(result.get("observer")), str(result.get("unit"))
+    if kind in ("membership", "attribute", "decoder"):
+        return "public", "example"
+    if kind == "malicious":
+        return "server", "example"
+    observer = TAPS.get(str(result.get("tap")))
+    return None if observer is None else (observer, "example")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def strength(result: Mapping[str, Any]) -> tuple[float, str]:
+    """(how much more than a blind guess, between 0 and 1; what it got, in words). 0: nothing that chance would not give."""
+    kind = result.get("kind")
+    things = "images" if result.get("pixel_range") or result.get("images") is True else "records"
+    if kind == "audit":
+        lower, promised = _number(result.get("epsilon_lower")) or 0.0, _number(result.get("epsilon_promised"))
+        share = min(1.0, lower / promised) if promised else float(lower > 0)
+        return (
+            1.0 if result.get("verdict") == "promise broken" else 0.5 * share
+        ), f"ε of at least {lower:.3g} shown"
+    if kind == "membership":
+        return _membership(result)
+    if kind == "malicious":
+        share, control = _number(result.get("share")) or 0.0, _number(result.get("control")) or 0.0
+        low = (result.get("share_interval") or [0.0])[0]
+        return (
+            share if low > control else 0.0
+        ), f"{100 * share:.0f}% of a batch of {result.get('batch')} {things}"
+    if kind == "attribute":
+        got, control = _number(result.get("accuracy")) or 0.0, _number(result.get("control_accuracy")) or 0.0
+        return max(
+            0.0, got - control
+        ), f"{100 * got:.1f}% of the attributes right, {100 * control:.1f}% without the model"
+    if kind == "decoder":
+        error, blind = _number(result.get("mse")), _number(result.get("control_mse"))
+        gain = max(0.0, 1 - error / blind) if error is not None and blind else 0.0
+        return 0.5 * gain, f"{things} redrawn with {100 * gain:.0f}% less error than the mean of all"
+    share = _number(result.get("success_rate")) or 0.0
+    labels = _number(result.get("label_accuracy"))
+    told = "" if labels is None else f", {100 * labels:.0f}% of the labels read"
+    return share, f"{100 * share:.0f}% of {result.get('victims', '?')} {things} rebuilt{told}"
+
+
+def _membership(result: Mapping[str, Any]) -> tuple[float, str]:
+    """The best of the methods tried, each interval widened to hold for all of them together where it says so."""
+    methods = result.get("methods")
+    tried = methods if isinstance(methods, Mapping) and methods else {str(result.get("method")): result}
+    best, words = 0.0, "no better than guessing"
+    for name, rates in tried.items():
+        if not isinstance(rates, Mapping):
+            continue
+        auc = _number(rates.get("auc"))
+        low = (rates.get("auc_interval_all") or rates.get("auc_interval") or [0.0])[0]
+        if auc is not None and low > 0.5 and 2 * auc - 1 > best:
+            best, words = 2 * auc - 1, f"members told from strangers with AUC {auc:.2f} ({name})"
+    return best, words
+
+
+def meaning(promised: float | None, verdict: str, got: float, result: Mapping[str, Any]) -> str:
+    """What a finding means for whoever answers for the data."""
+    if result.get("kind") == "audit" and result.get("verdict") == "promise broken":
+        return (
+            "The promise does not hold: do not use this run."
+            if verdict == "sound"
+            else "The number printed here does not hold."
+        )
+    if verdict == "sound":
+        if got == 0:
+            return "Nothing found; the promise says that no attack can find much more."
+        if result.get("kind") == "audit":
+            return "Consistent with the promise."
+        return "Something was found; the promise bounds how much more any attack can find."
+    if got == 0:
+        return "Nothing found, but nothing is promised either: a better attack may succeed."
+    return "This seat learns about single records, and nothing was promised against it: keep it in trusted hands."
+
+
+def summary(rows: Sequence[Mapping[str, Any]], history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table: one row per seat and unit that the ledger knows or that was attacked."""
+    seats: dict[tuple[str, str], dict[str, Any]] = {}
+    order = {"sound": 0, "nominal": 1, "none": 2}
+    for row in sorted(rows, key=lambda r: order.get(str(r.get("verdict")), 3)):
+        key = (str(row["observer"]), str(row["unit"]))
+        seats.setdefault(key, {"promised": row.get("epsilon"), "verdict": row.get("verdict")})
+    tried: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for entry in history:
+        place = seat_of(entry["result"])
+        if place is not None and place[0] in SEATS and "not_done" not in entry["result"]:
+            tried.setdefault(place, []).append(entry)
+    table = []
+    for seat in SEATS:
+        for key in [k for k in dict.fromkeys([*seats, *tried]) if k[0] == seat]:
+            held = seats.get(key, {"promised": None, "verdict": "none"})
+            table.append({"seat": key[0], "unit": key[1], **held, **_best(held, tried.get(key, []))})
+    return {"schema": SUMMARY, "rows": table}
+
+
+def _best(held: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not entries:
+        return {
+            "attack": None,
+            "made": None,
+            "got": "not attacked",
+            "means": "Nothing was tried from this seat.",
+            "attacks": 0,
+        }
+    scored = [(*strength(entry["result"]), entry) for entry in entries]
+    got, words, entry = max(scored, key=lambda one: one[0])
+    result = entry["result"]
+    name = " ".join(str(result[k]) for k in ("kind", "method") if result.get(k))
+    return {
+        "attack": name, "made": entry.get("made"), "got": words, "attacks": len(entries),
+        "means": meaning(held.get("promised"), str(held.get("verdict")), got, result),
+    }  # fmt: skip
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row for people: seat, promised, best attack, what it got, what that means."""
+    promised = row["promised"]
+    told = (
+        "nothing" if promised is None or row["verdict"] == "none" else f"{row['verdict']} ε ≤ {promised:.3g}"
+    )
+    attack = (
+        "–"
+        if row["attack"] is None
+        else f"{row['attack']}, {str(row['made'])[:10]} (best of {row['attacks']})"
+    )
+    return [f"{SEATS[row['seat']]}, per {row['unit']}", told, attack, row["got"], row["means"]]
+
+
+COLUMNS = ["seat", "promised", "best attack", "what it got", "what that means"]

@@ -1,0 +1,83 @@
+"""One table over all seats: complete, by the schema, never mixing seats or calling tables images."""
+
+import json
+
+import pytest
+
+from fedveil.attacks import campaign, verdicts
+
+ROWS = [
+    {"observer": "server", "unit": "example", "epsilon": 1.5, "verdict": "sound"},
+    {"observer": "public", "unit": "example", "epsilon": 1.5, "verdict": "sound"},
+    {"observer": "client-process", "unit": "example", "epsilon": None, "verdict": "none"},
+]
+IMAGES = {
+    "kind": "gradient",
+    "method": "veil",
+    "tap": "type2",
+    "success_rate": 1.0,
+    "victims": 4,
+    "pixel_range": [0, 1],
+}
+
+
+def entry(result, made="2026-01-02T03:04:05+00:00"):
+    return {"schema": verdicts.ENTRY, "made": made, "settings": {}, "result": result}
+
+
+def row_of(summary, seat):
+    return next(row for row in summary["rows"] if row["seat"] == seat)
+
+
+def test_a_seat_that_was_promised_nothing_is_said_to_need_trust_and_others_are_not_mixed_in():
+    table = verdicts.summary(ROWS, [entry(IMAGES)])
+    inside = row_of(table, "client-process")
+    assert inside["got"].startswith("100% of 4 images") and "trusted hands" in inside["means"]
+    assert row_of(table, "server")["attack"] is None and row_of(table, "public")["attack"] is None
+
+
+def test_tables_are_records_not_images():
+    table = verdicts.summary(ROWS, [entry({**IMAGES, "pixel_range": None})])
+    assert "images" not in json.dumps(table) and "4 records" in row_of(table, "client-process")["got"]
+
+
+def test_the_best_of_several_attacks_is_shown_with_its_date():
+    weak, strong = {**IMAGES, "success_rate": 0.25}, {**IMAGES, "method": "cpl", "success_rate": 0.75}
+    table = verdicts.summary(ROWS, [entry(strong, "2026-01-01T00:00:00+00:00"), entry(weak)])
+    best = row_of(table, "client-process")
+    assert best["attack"] == "gradient cpl" and best["made"].startswith("2026-01-01") and best["attacks"] == 2
+
+
+def test_a_broken_sound_promise_is_a_warning_not_to_use_the_run():
+    broken = {"kind": "audit", "observer": "server", "unit": "example", "epsilon_lower": 4.0, "epsilon_promised": 1.5,
+              "verdict": "promise broken"}  # fmt: skip
+    row = row_of(verdicts.summary(ROWS, [entry(broken)]), "server")
+    assert "do not use this run" in row["means"]
+
+
+def test_membership_within_its_interval_is_nothing_found():
+    rates = {"auc": 0.53, "auc_interval": [0.48, 0.58]}
+    row = row_of(
+        verdicts.summary(ROWS, [entry({"kind": "membership", "methods": {"rmia": rates}})]), "public"
+    )
+    assert row["got"] == "no better than guessing" and row["means"].startswith("Nothing found")
+
+
+def test_the_summary_follows_its_schema():
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(verdicts.summary(ROWS, [entry(IMAGES)]), verdicts.SCHEMA)
+
+
+def test_results_are_kept_side_by_side_with_dates_and_settings(tmp_path):
+    for rate in (0.0, 1.0):
+        campaign.save(tmp_path, "gradient", {**IMAGES, "success_rate": rate}, {"victims": 4})
+    kept = verdicts.read_history(tmp_path / "history")
+    assert [k["result"]["success_rate"] for k in kept] == [0.0, 1.0] and kept[0]["settings"] == {"victims": 4}
+    assert json.loads((tmp_path / "gradient.json").read_text())["success_rate"] == 1.0
+
+
+def test_odd_files_in_the_history_are_left_out(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.json").write_text("[1]")
+    (tmp_path / "c.json").write_text(json.dumps({"schema": verdicts.ENTRY, "result": 3}))
+    assert verdicts.read_history(tmp_path) == []
