@@ -209,6 +209,15 @@ def test_audit_of_a_run_with_float_noise_sees_it_in_the_low_bits(tmp_path):
     assert any("do not use this run" in row["means"] for row in summary["rows"])
 
 
+def test_an_audit_is_planned_and_the_final_model_is_judged_alone(finished):
+    result = call("audit", finished, "--plan", "--json")
+    planned = json.loads(result.stdout)
+    assert planned["kind"] == "audit-plan" and (planned["canaries"] is None or planned["power"] >= 0.95)
+    assert "factor of 2" in planned["sentence"]
+    final = json.loads(call("audit", finished, "--final", "--canaries", 200, "--json").stdout)
+    assert final["seen"] == "the final model alone" and final["verdict"] != "promise broken"
+
+
 def test_a_malicious_server_is_tried_on_a_run(finished):
     found = json.loads(call("attack", finished, "--kind", "malicious", "--json").stdout)
     assert found["kind"] == "malicious" and {row["kind"] for row in found["attacks"]} == {"imprint", "trap", "isolate"}

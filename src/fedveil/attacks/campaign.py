@@ -13,6 +13,8 @@ import numpy as np
 
 from fedveil.attacks import attribute, decoder, membership, shadows, verdicts
 from fedveil.attacks.audit import canaries, lowbits
+from fedveil.attacks.audit import plan as planning
+from fedveil.attacks.audit.final import audit_final
 from fedveil.attacks.leakage import measure
 from fedveil.attacks.malicious import attack as malicious
 from fedveil.cli.common import plain
@@ -192,6 +194,55 @@ def audit_run(
             "from the neighbour",
         }
     return figures, max(found.exit_code, int(broken))
+
+
+def plan_audit(
+    path: Path, *, rounds: int | None = None, seed: int = 0, significance: float = 0.05, factor: float = 2.0
+) -> dict[str, Any]:
+    """How many canaries a run's audit needs to find noise that is `factor` times too small with 99%."""
+    run = store.open_run(path)
+    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
+    rounds = min(rounds or played, played)
+    prepared = prepare(run.config)
+    if not prepared.task.recipe.private or prepared.task.recipe.mechanism != "gaussian":
+        raise UserError(
+            "audits are planned for Gaussian noise; other laws have no plan yet. Audit with --canaries 2000."
+        )
+    unit, observer = canaries.unit_of(prepared)
+    epsilon, status, curve = canaries.promised(run.ledger(rounds), observer, unit, run.config.delta)
+    if epsilon is None:
+        raise UserError("nothing finite is promised to this observer: there is no audit to plan.")
+    signal = canaries.planned_signal(run.config, rounds, seed)
+    found = planning.plan(
+        signal, epsilon, rounds, curve=curve if status == "sound" else None, delta=run.config.delta, factor=factor,
+        significance=significance * (1 - BITS_SHARE),
+    )  # fmt: skip
+    return {"kind": "audit-plan", "unit": unit, "observer": observer, **asdict(found)}
+
+
+def audit_final_model(
+    path: Path,
+    *,
+    canaries_count: int = 1000,
+    rounds: int | None = None,
+    seed: int = 0,
+    significance: float = 0.05,
+) -> tuple[dict[str, Any], int]:
+    """The promise to whoever gets the final model alone: (figures, exit code)."""
+    run = store.open_run(path)
+    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
+    rounds = min(rounds or played, played)
+    found = audit_final(
+        run.config,
+        run.ledger(rounds),
+        canaries=canaries_count,
+        rounds=rounds,
+        seed=seed,
+        significance=significance,
+    )
+    unit, _ = canaries.unit_of(prepare(run.config))
+    facts = {"unit": unit, "observer": "public", "rounds": rounds, "seen": "the final model alone"}
+    return {"kind": "audit", **asdict(found), **facts}, found.exit_code
 
 
 def _bits(run: store.Run, units: int, seed: int, significance: float) -> dict[str, Any]:

@@ -210,6 +210,15 @@ def audit(
         float, typer.Option(min=1e-9, max=0.5, help="Probability of a false accusation.")
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Chooses canaries and their coins.")] = 0,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say how many canaries it takes to find a broken promise.")
+    ] = False,
+    factor: Annotated[
+        float, typer.Option(min=1.01, help="By how much a promise is broken that must be found (--plan).")
+    ] = 2.0,
+    final: Annotated[
+        bool, typer.Option("--final", help="Judge by the final model alone, not by every release.")
+    ] = False,
     trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -220,11 +229,28 @@ def audit(
       fedveil audit runs/first
 
       fedveil audit runs/first --canaries 2000 --json
+
+      fedveil audit runs/first --plan --factor 2
     """
     from fedveil.attacks import campaign
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     refuse_foreign_code(open_run(run), trust_code)
+    if plan:
+        needed = campaign.plan_audit(run, rounds=rounds, seed=seed, significance=significance, factor=factor)
+        emit(needed, as_json, lambda: print(needed["sentence"]))
+        return
+    if final:
+        figures, code = campaign.audit_final_model(
+            run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
+        )
+        campaign.save(
+            run / "attacks", "audit-final", figures, {"canaries": canaries, "rounds": rounds, "seed": seed}
+        )
+        emit(figures, as_json, lambda: show_audit(figures))
+        if code:
+            raise typer.Exit(code)
+        return
     figures, code = campaign.audit_run(
         run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance
     )

@@ -405,6 +405,28 @@ def _everyone(task: Task) -> float:
     return float(setting.examples) if task.recipe.sampling == "full" else setting.batch * setting.clients
 
 
+def planned_signal(config: RunConfig, rounds: int, seed: int = 0) -> float:
+    """What an included canary's score will be on average, in units of the promised noise, from the promise alone."""
+    prepared = prepare(config)
+    staged = stage(prepared, 32, seed, rounds=rounds)
+    task, hosts = prepared.task, staged.host.tolist()
+    _, observer = unit_of(prepared)
+    expected, looks = np.zeros(len(hosts)), np.zeros(len(hosts))
+    state = start(task, prepared.initial)
+    for index in range(rounds):
+        now = moment_of(task, replace(state, round=index))
+        there = set(cohort_of(prepared, now.number).tolist())
+        for k, client in enumerate(hosts):
+            if observer == "public" or client in there:
+                noise, signal, _ = _units(staged, task, now, client, prepared.partition.size(client))
+                expected[k] += signal / noise
+                looks[k] += 1
+    looked = looks > 0
+    if not looked.any():
+        raise UserError("no client with a canary takes part in these rounds: plan for more (--rounds).")
+    return float(np.median(expected[looked] / np.sqrt(looks[looked])))
+
+
 def promised(
     ledger: Ledger, observer: Observer, unit: Unit, delta: float
 ) -> tuple[float | None, str, Callable[[float], float]]:
