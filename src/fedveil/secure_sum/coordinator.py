@@ -247,8 +247,9 @@ def _close_reveals(c: Coordinator, here: tuple[int, ...]) -> Step:
         if kind == messages.SELF_SEED:
             masks.add(total, own_seed(c.context, node, secret), -1)
             continue
+        private = masks.private_key(secret)
         for other in around:
-            seed = pair_seed(c.context, secret, c.keys[other].mask, node, other)
+            seed = pair_seed(c.context, private, c.keys[other].mask, node, other)
             masks.add(total, seed, -1 if other < node else 1)
     signed = total.view(f"<i{parameters.word // 8}").astype(np.int64)
     return Step(replace(c, stage=DONE, expected=(), result=Sum(signed, c.survivors, c.members)))

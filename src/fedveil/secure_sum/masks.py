@@ -33,10 +33,15 @@ def public_of(private: bytes) -> bytes:
     )
 
 
-def agree(private: bytes, public: bytes, purpose: str, *parts: bytes) -> bytes:
+def agree(private: bytes | X25519PrivateKey, public: bytes, purpose: str, *parts: bytes) -> bytes:
     """The key that two nodes share. ValueError for a public key of small order."""
-    shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
-    return derive(shared, purpose, *parts)
+    key = private_key(private) if isinstance(private, bytes) else private
+    return derive(key.exchange(X25519PublicKey.from_public_bytes(public)), purpose, *parts)
+
+
+def private_key(private: bytes) -> X25519PrivateKey:
+    """A private key that is used many times, read once."""
+    return X25519PrivateKey.from_private_bytes(private)
 
 
 def usable(public: bytes) -> bool:

@@ -4,11 +4,9 @@ A share is a vector of integers of the discrete Gaussian law with variance (devi
 `parameters.honest` is the number of honest nodes in every sum that can be opened. More survivors mean more noise than
 planned, never less; what colluding nodes know of their own shares is not counted.
 
-Shares of the discrete Gaussian law do not add up to it exactly. By Poisson's summation formula the sum of k shares and one
-more has at every integer a probability within a factor (1 + r) / (1 - r) of the discrete Gaussian of the summed
-variance, r = 2 sum_j exp(-2 pi**2 j**2 s**2 k / (k + 1)), s a share's deviation in grid steps; `ripple` is the sum of
-the logarithms for k = 1 … h - 1. Between neighbours the loss of a sum of d coordinates moves by at most 2 d ripple:
-parameters for which that exceeds `LARGEST_RIPPLE` are refused, and below it is 10**8 times finer than accountants round.
+Shares of the discrete Gaussian law do not add up to it exactly, and a sampler is exact up to a bound: `exact.shares_error`
+has both. What an (epsilon, delta) must be raised by for one sum (`exact.extra`) is refused above `LARGEST_EXTRA` and
+lies below what accountants round up by otherwise.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Sampling, Unit
-from fedveil.protect import noise
+from fedveil.protect import exact, noise
 from fedveil.secure_sum.parameters import Parameters
 
-LARGEST_RIPPLE = 1e-12
+LARGEST_EXTRA = 1e-8
 
 
 def share_deviation(parameters: Parameters) -> float:
@@ -32,7 +30,7 @@ def share_deviation(parameters: Parameters) -> float:
 
 def share(parameters: Parameters, key: bytes) -> np.ndarray:
     """One node's share of the noise, in grid steps (int64). `key`: 16 fresh bytes from the system's entropy."""
-    return noise.discrete_normals(key, 0, parameters.size, share_deviation(parameters) / parameters.grid)
+    return exact.gaussian(key, 0, parameters.size, share_deviation(parameters) / parameters.grid)
 
 
 def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
@@ -48,18 +46,6 @@ def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
     return noise.snap(values, parameters.grid)
 
 
-def ripple(deviation: float, shares: int) -> float:
-    """How far (in logarithm, at every integer) the sum of discrete Gaussian shares is from the discrete Gaussian."""
-    found = 0.0
-    for k in range(1, shares):
-        base = 2 * math.pi**2 * deviation**2 * k / (k + 1)
-        r = 2 * sum(math.exp(-base * j * j) for j in range(1, 4)) * (1 + 1e-9)
-        if r >= 1:
-            return math.inf
-        found += 2 * math.atanh(r)
-    return found
-
-
 def multiplier(parameters: Parameters, shares: int | None = None) -> float:
     """Noise multiplier of the Gaussian mechanism that the opened sum post-processes, rounding counted.
 
@@ -67,15 +53,14 @@ def multiplier(parameters: Parameters, shares: int | None = None) -> float:
     """
     count = parameters.honest if shares is None else shares
     own = share_deviation(parameters)
-    apart = 2 * parameters.size * ripple(own / parameters.grid, count)
-    if apart > LARGEST_RIPPLE:
+    error = exact.shares_error(own / parameters.grid, count)
+    apart = 2 * parameters.size * error.ratio
+    if apart > LARGEST_EXTRA:
         raise UserError(
             f"secure sum refused: shares of noise with deviation {own:g} on a grid of {parameters.grid:g} do not add up "
             f"closely enough (the loss may move by {apart:.1e}); use a finer grid"
         )
-    return noise.snapped_multiplier(
-        own * math.sqrt(count), parameters.bound, parameters.grid, parameters.size
-    )
+    return exact.shares_multiplier(own, count, parameters.bound, parameters.grid, parameters.size)
 
 
 def claims(parameters: Parameters, relation: Relation = "zero-out", steps: int = 1) -> tuple[Claim, ...]:

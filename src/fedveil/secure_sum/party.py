@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import UserError
 from fedveil.secure_sum import masks, messages, shamir
@@ -107,6 +108,11 @@ class Move:
     ready: bool = False
 
 
+def identity_of(signing: bytes) -> bytes:
+    """The public identity key of 32 secret bytes, as rosters have it."""
+    return Ed25519PrivateKey.from_private_bytes(signing).public_key().public_bytes_raw()
+
+
 def begin(session: Session, me: int, signing: bytes, root: bytes, policy: Policy = Policy()) -> Move:
     """Start an attempt. `root` is 32 fresh bytes from the system's entropy, used for this attempt alone."""
     session.check(policy)
@@ -179,7 +185,9 @@ def _drawn(keys: Mapping[int, messages.Keys], node: int) -> tuple[int, ...]:
     return keys[node].neighbours if node in keys else ()
 
 
-def pair_seed(context: Context, private: bytes, public: bytes, one: int, two: int) -> bytes:
+def pair_seed(
+    context: Context, private: bytes | X25519PrivateKey, public: bytes, one: int, two: int
+) -> bytes:
     """The seed of the mask that two nodes share."""
     low, high = min(one, two), max(one, two)
     return masks.agree(private, public, "mask", context.digest(), struct.pack("<II", low, high))
@@ -190,7 +198,9 @@ def own_seed(context: Context, node: int, seed: bytes) -> bytes:
     return masks.derive(seed, "own mask", context.digest(), struct.pack("<I", node))
 
 
-def _box_key(context: Context, private: bytes, public: bytes, owner: int, holder: int) -> bytes:
+def _box_key(
+    context: Context, private: bytes | X25519PrivateKey, public: bytes, owner: int, holder: int
+) -> bytes:
     return masks.agree(private, public, "box", context.digest(), struct.pack("<II", owner, holder))
 
 
@@ -207,8 +217,10 @@ def _send(party: Party, cause: bytes, message: bytes, **changes) -> Move:
 
 
 def _record(stage: int, cause: bytes, message: bytes) -> bytes:
+    """The checksum covers a vector through the digest in its header."""
     head = struct.pack("<6sBII", b"fvjrn1", stage, len(cause), len(message))
-    return head + cause + message + hashlib.sha256(head + cause + message).digest()
+    check = hashlib.sha256(head + cause + message[: messages.HEADER_SIZE]).digest()
+    return b"".join((head, cause, message, check))
 
 
 def read_record(data: bytes) -> tuple[int, bytes, bytes]:
@@ -219,9 +231,10 @@ def read_record(data: bytes) -> tuple[int, bytes, bytes]:
         raise UserError("a record of the secure sum's journal is torn") from None
     if magic != b"fvjrn1" or len(data) != 15 + first + second + 32:
         raise UserError("a record of the secure sum's journal is torn or of another version")
-    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+    cause, message = data[15 : 15 + first], data[15 + first : -32]
+    if hashlib.sha256(data[: 15 + first] + message[: messages.HEADER_SIZE]).digest() != data[-32:]:
         raise UserError("a record of the secure sum's journal is damaged")
-    return stage, data[15 : 15 + first], data[15 + first : -32]
+    return stage, cause, message
 
 
 def resume(session: Session, me: int, signing: bytes, records: Iterable[bytes]) -> Party:
@@ -239,6 +252,7 @@ def resume(session: Session, me: int, signing: bytes, records: Iterable[bytes]) 
             party = move.party
             continue
         if stage == UPLOADED:
+            _check_upload(party, message)
             party = replace(_take_boxes(party, cause), waiting=b"")
             party = _send(party, cause, message).party
         else:
@@ -249,6 +263,15 @@ def resume(session: Session, me: int, signing: bytes, records: Iterable[bytes]) 
     if party is None:
         raise UserError("the secure sum's journal is empty")
     return party
+
+
+def _check_upload(party: Party, message: bytes) -> None:
+    """UserError unless this is a vector with the header that this node signed for it."""
+    header, vector = message[: messages.HEADER_SIZE], message[messages.HEADER_SIZE :]
+    sender, body = messages.unpack(party.context, header, party.session.roster)
+    right = sender == party.me and isinstance(body, messages.Header)
+    if not right or body.vector != hashlib.sha256(vector).digest():  # type: ignore[union-attr]
+        raise UserError("the vector in the secure sum's journal is damaged")
 
 
 def receive(party: Party, data: bytes) -> Move:
@@ -316,12 +339,12 @@ def _share(party: Party, data: bytes, bundle: messages.KeyBundle) -> Move:
     )
     secret = secrets_of(party)
     own = _split(secret, parameters.needed, mine)
-    boxes = []
+    private, boxes = masks.private_key(secret.encrypt), []
     for holder in mine:
         if holder == me:
             continue
         try:
-            key = _box_key(party.context, secret.encrypt, keys[holder].encrypt, me, holder)
+            key = _box_key(party.context, private, keys[holder].encrypt, me, holder)
         except ValueError:
             raise BadMessage(f"node {holder} published a key that hides nothing") from None
         text = b"".join(share.to_bytes(shamir.WIDTH, "little") for share in own[holder])
@@ -394,9 +417,10 @@ def upload(party: Party, vector: np.ndarray) -> Move:
     words = vector.astype(np.int64).view("<u8").astype(f"<u{parameters.word // 8}")
     secret = secrets_of(party)
     masks.add(words, own_seed(party.context, me, secret.seed), 1)
+    private = masks.private_key(secret.mask)
     for other in neighbours(parameters, me, party.keys, party.members):
         try:
-            seed = pair_seed(party.context, secret.mask, party.keys[other].mask, me, other)
+            seed = pair_seed(party.context, private, party.keys[other].mask, me, other)
         except ValueError:
             raise UserError(f"secure sum: node {other} published a key that hides nothing") from None
         masks.add(words, seed, 1 if me < other else -1)
@@ -456,7 +480,7 @@ def _reveal(party: Party, data: bytes, proof: messages.Proof) -> Move:
         signers += 1
     _demand(signers >= parameters.threshold, f"{signers} signatures; {parameters.threshold} are needed")
     shares = []
-    private = secrets_of(party).encrypt
+    private = masks.private_key(secrets_of(party).encrypt)
     for owner in sorted({*party.boxes, party.me}):
         pair = party.own[owner] if owner == party.me else _opened(party, private, owner)
         if pair is not None:  # a box that does not open is its owner's loss
@@ -471,7 +495,7 @@ def _reveal(party: Party, data: bytes, proof: messages.Proof) -> Move:
     return _send(party, data, message)
 
 
-def _opened(party: Party, private: bytes, owner: int) -> tuple[int, int] | None:
+def _opened(party: Party, private: X25519PrivateKey, owner: int) -> tuple[int, int] | None:
     """The shares that `owner` sent to this node, or None if the box is not right."""
     try:
         key = _box_key(party.context, private, party.keys[owner].encrypt, owner, party.me)
