@@ -34,6 +34,7 @@ SAMPLINGS = ("poisson", "fixed", "partition", "none")
 RELATIONS = ("zero-out", "add-remove", "replace-one")
 NORMS = ("l1", "l2")
 POINTS = 24  # of a curve
+MOST_SCHEDULED = 1_000_000  # steps with a multiplier of their own
 
 Mechanism = Annotated[str, typer.Option("--mechanism", help=f"{', '.join(MECHANISMS)}.")]
 Steps = Annotated[int, typer.Option("--steps", help="Number of noisy releases: 0 or more.")]
@@ -140,12 +141,12 @@ def epsilon(
     cost *= 2 if neighbours == "replace-one" else 1
     template = _event(mechanism, clip_norm, dimension, nu, drawn, neighbours)
     given = _multipliers(noise_multiplier, schedule, steps)
-    events = _events(template, [multiplier / cost for multiplier in given])
+    events = _events(template, [(multiplier / cost, n) for multiplier, n in given])
     names = list(accountants.ACCOUNTANTS) if accountant == "all" else [accountant]
     answers = [accountants.answer(events, delta, name, honest=honest) for name in names]
     rows = [asdict(answer) for answer in answers]
     if target:
-        curves = {name: _course(template, [m / cost for m in given], delta, name) for name in names}
+        curves = {name: _course(template, [(m / cost, n) for m, n in given], delta, name) for name in names}
         save_curves(target, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
 
     def show() -> None:
@@ -257,7 +258,7 @@ def calibrate(
             noise = replace(template.noise, mechanism=result.mechanism, nu=result.nu)
             event = replace(template, noise=noise)
             curves[result.mechanism] = _course(
-                event, [result.noise_multiplier] * steps, delta, result.accountant
+                event, [(result.noise_multiplier, steps)], delta, result.accountant
             )
         save_curves(file, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
 
@@ -468,42 +469,52 @@ def _event(
     return Event(noise, sampling, relation)  # type: ignore[arg-type]
 
 
-def _multipliers(constant: float | None, schedule: str | None, steps: int) -> list[float]:
-    """The given multiplier of every step, before layers and neighbours are taken into account."""
+def _multipliers(constant: float | None, schedule: str | None, steps: int) -> list[tuple[float, int]]:
+    """The given multipliers as runs of (multiplier, steps), before layers and neighbours are taken into account."""
     from fedveil.privacy import checks, schedules
 
     if (constant is None) == (schedule is None):
         raise UserError("--noise-multiplier, --schedule: give exactly one of them.")
     if schedule is None:
-        return [checks.positive("--noise-multiplier", constant)] * steps
+        return [(checks.positive("--noise-multiplier", constant), steps)]
+    if steps > MOST_SCHEDULED:
+        raise UserError(f"--schedule {schedule}: at most {MOST_SCHEDULED} steps, got --steps {steps}.")
     try:
         plan = schedules.parse(schedule)
-        return [checks.positive("--schedule", plan.value(t, steps)) for t in range(steps)]
+        return [(checks.positive("--schedule", plan.value(t, steps)), 1) for t in range(steps)]
     except UserError as wrong:
         text = str(wrong)
         raise UserError(text if "--schedule" in text else f"--schedule {schedule}: {text}") from None
 
 
-def _events(template: Event, multipliers: Sequence[float]) -> list[Event]:
+def _events(template: Event, runs: Sequence[tuple[float, int]]) -> list[Event]:
     """Equal multipliers become one event with several steps."""
     uses: dict[float, int] = {}
-    for multiplier in multipliers:
-        uses[multiplier] = uses.get(multiplier, 0) + 1
+    for multiplier, steps in runs:
+        uses[multiplier] = uses.get(multiplier, 0) + steps
     return [replace(template, noise=replace(template.noise, multiplier=m), steps=n) for m, n in uses.items()]
 
 
 def _course(
-    template: Event, multipliers: Sequence[float], delta: float, name: str
+    template: Event, runs: Sequence[tuple[float, int]], delta: float, name: str
 ) -> tuple[list[float], list[float | None]]:
     """Epsilon after some of the first steps."""
     from fedveil.privacy.accountants import Composition
 
-    total = len(multipliers)
+    total = sum(steps for _, steps in runs)
     marks = sorted({max(1, round(total * i / POINTS)) for i in range(1, POINTS + 1)}) if total else []
     composition, done, values = Composition.start(name), 0, []
+    left = list(reversed(runs))
     for mark in marks:
-        composition = composition.add(_events(template, multipliers[done:mark]))
-        done = mark
+        part = []
+        while done < mark:
+            multiplier, steps = left.pop()
+            now = min(steps, mark - done)
+            part.append((multiplier, now))
+            done += now
+            if steps > now:
+                left.append((multiplier, steps - now))
+        composition = composition.add(_events(template, part))
         values.append(composition.answer(delta).epsilon)
     return [float(mark) for mark in marks], values
 

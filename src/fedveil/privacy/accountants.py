@@ -6,8 +6,9 @@ asking again reuses what was solved. Which formula holds when is explained in do
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class Kind(NamedTuple):
 def check_event(event: Event) -> None:
     """Refuse impossible numbers with the option's name and the allowed range."""
     check_noise(event.noise)
-    checks.count("steps", event.steps)
+    checks.count("steps", event.steps, most=checks.MOST_STEPS)
     checks.one_of("neighbouring relation", event.relation, ("zero-out", "add-remove", "replace-one"))
     checks.one_of("unit", event.unit, ("example", "client", "reported-weight"))
     sampling = event.sampling
@@ -209,7 +210,7 @@ class Composition:
         """This composition followed by `events` (checked here)."""
         kinds = []
         for event in events:
-            steps = checks.count("steps", event.steps)
+            steps = checks.count("steps", event.steps, most=checks.MOST_STEPS)
             if steps:
                 kinds.append((_kind(event.noise, event.sampling, event.relation, event.unit), steps))
         if not kinds:
@@ -284,16 +285,22 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
         for kind, n in todo.items():
             release, copies = _loss(kind)
             losses[release] = losses.get(release, 0) + n * copies
-        try:
+        with _grid_fits():
             solution = pld.solve(losses, growth=1.5) if fresh else memo.solution.more(losses)
-        except (ArithmeticError, ValueError) as wrong:
-            raise Refused("the privacy loss is too large for a grid in floating point: use rdp") from wrong
     else:
         orders = renyi.MOMENTS if accountant == "moments" else renyi.TODAY
         solution = np.zeros(len(orders)) if fresh else memo.solution.copy()
         for kind, n in todo.items():
             solution = solution + n * _divergences(kind, orders)
     return _Memo(counts, ratio, solution, kinds)
+
+
+@contextlib.contextmanager
+def _grid_fits() -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, ValueError) as wrong:
+        raise Refused("the privacy loss is too large for a grid in floating point: use rdp") from wrong
 
 
 def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
@@ -308,7 +315,8 @@ def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
         return Answer(accountant, pure, 0.0, "sound", "pure epsilons add up")
     note = _note(memo)
     if accountant == "pld":
-        value = min(memo.solution.epsilon(delta), pure)
+        with _grid_fits():
+            value = min(memo.solution.epsilon(delta), pure)
         if math.isinf(value):
             raise Refused(
                 f"delta = {delta:g} is below the numerical floor of privacy-loss distributions: use rdp"
@@ -420,7 +428,8 @@ def participation_epsilon(event: Event, rounds: int, rate: float, delta: float) 
     try:
         _refuse_odd(kind)
         release, copies = _loss(kind)
-        value = pld.visible_rounds(release, checks.count("steps", event.steps) * copies, rounds, rate, delta)
+        with _grid_fits():
+            value = pld.visible_rounds(release, checks.count("steps", event.steps) * copies, rounds, rate, delta)
         if math.isinf(value):
             raise Refused(f"delta = {delta:g} is below the numerical floor of privacy-loss distributions")
     except Refused as why:

@@ -7,14 +7,26 @@ from typing import Any
 
 from fedveil.errors import UserError, did_you_mean
 
+MOST = 10**15  # of any count: beyond it floating point no longer tells neighbours apart
+MOST_STEPS = 10**12
+
+
+def _short(value: Any) -> str:
+    """The value as shown in a message, which stays readable whatever was given."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with thousands of digits
+        text = "a number with thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
 
 def _number(option: str, value: Any, allowed: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{option} must be {allowed}, got {value!r}.") from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.") from None
     if math.isnan(number) or isinstance(value, bool):
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return number
 
 
@@ -23,7 +35,7 @@ def positive(option: str, value: Any) -> float:
     allowed = "a finite number greater than 0"
     number = _number(option, value, allowed)
     if not 0 < number < math.inf:
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return number
 
 
@@ -32,7 +44,7 @@ def fraction(option: str, value: Any) -> float:
     allowed = "greater than 0 and at most 1"
     number = _number(option, value, allowed)
     if not 0 < number <= 1:
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return number
 
 
@@ -41,7 +53,7 @@ def delta(value: Any, option: str = "delta") -> float:
     allowed = "at least 0 and less than 1"
     number = _number(option, value, allowed)
     if not 0 <= number < 1:
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return number
 
 
@@ -50,16 +62,16 @@ def unit_interval(option: str, value: Any) -> float:
     allowed = "from 0 to 1"
     number = _number(option, value, allowed)
     if not 0 <= number <= 1:
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return number
 
 
-def count(option: str, value: Any, least: int = 0) -> int:
-    """A whole number, at least `least`."""
-    allowed = f"a whole number of at least {least}"
+def count(option: str, value: Any, least: int = 0, most: int = MOST) -> int:
+    """A whole number, at least `least` and at most `most`."""
+    allowed = f"a whole number of at least {least}" + (f" and at most {most}" if most < MOST else "")
     number = _number(option, value, allowed)
-    if not math.isfinite(number) or number != int(number) or number < least:
-        raise UserError(f"{option} must be {allowed}, got {value!r}.")
+    if not math.isfinite(number) or number != int(number) or not least <= number <= most:
+        raise UserError(f"{option} must be {allowed}, got {_short(value)}.")
     return int(number)
 
 
@@ -67,6 +79,6 @@ def one_of(option: str, value: Any, known: tuple[str, ...]) -> str:
     """One of the known names."""
     if value not in known:
         raise UserError(
-            f"{option} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(str(value), known)}"
+            f"{option} must be one of {', '.join(known)}, got {_short(value)}.{did_you_mean(_short(value), known)}"
         )
     return str(value)

@@ -31,7 +31,7 @@ class LossPair:
     """Law of the privacy loss log(P/Q) under P, for a pair (P, Q) that a reflection swaps.
 
     atoms: (loss, P-mass). below(t), above(t): P-mass of the continuous part at most t, greater than t.
-    reach: the continuous part lies in [-reach, reach] up to a mass of 1e-20 (infinite losses count there).
+    reach: the continuous part lies in [-reach, reach] up to a mass of 1e-44 (infinite losses count there).
     The law of the loss under Q is the mirror image of this one.
     """
 
@@ -76,7 +76,7 @@ class Gaussian:
         return LossPair(
             below=lambda t: special.ndtr((t - mean) / sd),
             above=lambda t: special.ndtr((mean - t) / sd),
-            reach=mean + 9.4 * sd,
+            reach=mean + 14 * sd,
         )
 
     def sampler(self) -> dict[str, float | str]:
