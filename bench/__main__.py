@@ -36,7 +36,7 @@ def racers(m: Material, quick: bool) -> dict[str, rivals.Racer]:
     if not (quick and m.case.name == "central600"):
         out["per-example loop"] = rivals.per_example_loop(m)
     for name in rivals.engines(m.module, m):
-        for plan in ("private", "clip only", "non-private"):
+        for plan in ("private", "private, float noise", "clip only", "non-private"):
             out[f"fedveil {name}, {plan}"] = rivals.ours(m, name, plan)
     return out
 
@@ -66,14 +66,18 @@ def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float | None:
 def ratios(all_times: dict[str, dict[str, list[float]]], engine: str) -> dict[str, float | None]:
     """The headline numbers of one engine: how many times less CPU time ours takes, private."""
     opacus, plain, private = "Opacus per layer", "plain torch, non-private", f"fedveil {engine}, private"
+    floats = f"fedveil {engine}, private, float noise"
 
     def of(case: str, slow: str, fast: str = private) -> float | None:
         return ratio(all_times.get(case, {}), slow, fast)
 
     mlps = [r for case in ("adult", "cancer") if (r := of(case, opacus)) is not None]
+    over = [r for case in ("adult", "cancer") if (r := of(case, private, floats)) is not None]
     out = {
         "cnn_vs_opacus": of("cnn", opacus),
         "mlp_vs_opacus": min(mlps) if mlps else None,
+        "cnn_exact_over_float": of("cnn", private, floats),
+        "mlp_exact_over_float": max(over) if over else None,
         "cnn_vs_plain_nonprivate": of("cnn", plain),
         "central600_vs_opacus": of("central600", opacus),
         "cnn_private_over_nonprivate": of("cnn", private, f"fedveil {engine}, non-private"),
@@ -87,6 +91,27 @@ def ratios(all_times: dict[str, dict[str, list[float]]], engine: str) -> dict[st
         "cifar_vs_opacus": of("cifar", opacus),
     }
     return {name: None if value is None else round(value, 3) for name, value in out.items()}
+
+
+def noise_times(rounds: int = 15, count: int = 200_000) -> dict[str, dict[str, float]]:
+    """Nanoseconds of CPU time per value of noise, by law and instruction set: medians of interleaved rounds."""
+    if noise._native is None:
+        return {}
+    native, key, out = noise._native, bytes(16), {}
+    for isa in native.instruction_sets():
+        laws = {
+            "float normal": lambda isa=isa: native.normals(key, 0, count, 0, 0, isa),
+            "exact Gaussian": lambda isa=isa: native.exact_gaussian(key, 0, count, 1e6, 0, isa),
+            "exact Laplace": lambda isa=isa: native.exact_laplace(key, 0, count, 1e6, 0, isa),
+        }
+        times: dict[str, list[float]] = {name: [] for name in laws}
+        for _ in range(2 if isa == "base" else rounds):
+            for name, draw in laws.items():
+                before = time.process_time()
+                draw()
+                times[name].append((time.process_time() - before) / count)
+        out[isa] = {name: round(1e9 * statistics.median(values), 2) for name, values in times.items()}
+    return out
 
 
 def machine() -> dict[str, Any]:
@@ -155,6 +180,7 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
             case: {name: round(1e6 * statistics.median(values), 1) for name, values in times.items()}
             for case, times in all_times.items()
         },
+        "nanoseconds_per_noise_value": noise_times(),
         "rounds": rounds,
         "machine": machine(),
     }
@@ -176,6 +202,10 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
     for key, value in result["ratios"].items():
         if value is not None:
             show(f"  {key} {value}")
+    for isa, values in result["nanoseconds_per_noise_value"].items():
+        show(
+            f"ns per value of noise, {isa}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+        )
     return result
 
 

@@ -111,12 +111,13 @@ def material(case: Case) -> Material:
 
 
 def plans(case: Case) -> dict[str, LocalPlan]:
-    """Private, clipped only, and non-private."""
+    """Private (exact noise on a grid of a millionth of the bound), private with float noise, clipped only, and non-private."""
     basis = {"steps": case.steps, "learning_rate": LEARNING_RATE, "expected_batch": float(case.batch)}
     clip = {"clip": "layer", "bounds": (BOUND,) * case.steps}
     noise = {"noise": "gaussian", "multipliers": (SIGMA,) * case.steps}
     return {
-        "private": LocalPlan(**basis, **clip, **noise),  # type: ignore[arg-type]
+        "private": LocalPlan(**basis, **clip, **noise, grid=1e-6 * BOUND),  # type: ignore[arg-type]
+        "private, float noise": LocalPlan(**basis, **clip, **noise),  # type: ignore[arg-type]
         "clip only": LocalPlan(**basis, **clip),  # type: ignore[arg-type]
         "non-private": LocalPlan(**basis),  # type: ignore[arg-type]
     }

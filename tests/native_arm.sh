@@ -9,7 +9,7 @@ trap 'rm -rf "$work"' EXIT
 native=$root/src/native
 flags="-std=c++20 -O3 -fno-math-errno -fno-trapping-math -I$native"
 build() {  # compiler, name
-  for file in noise noise_base engine_base; do
+  for file in noise noise_base exact exact_base engine_base; do
     contract=$([ $file = engine_base ] || echo -ffp-contract=off)  # as in CMakeLists.txt
     $1 $flags $contract -c "$native/$file.cpp" -o "$work/$2-$file.o"
   done

@@ -56,6 +56,26 @@ int main() {
             if (integers[size_t(i)] != discrete[k][i]) std::printf("WRONG discrete %d %d\n", k, i), ++wrong;
         for (int64_t v : integers) sum = sum * 31 + uint32_t(v) + 7 * uint32_t(uint64_t(v) >> 32);
     }
+    // The numbers of tests/protect/test_exact.py, and many more for the comparison.
+    const int64_t gaussian[4][4] = {{2, 1, -1, 0},
+                                    {21, -7, 25, 21},
+                                    {-10222765, 3224030, -1159757, 3800531},
+                                    {-1873341621974, 590809895891, -212527734939, 696454726786}};
+    const int64_t rounded[4][4] = {{-2, 1, 0, 2},
+                                   {-51, -6, -4, 19},
+                                   {-8134269, -995647, -572733, 2996411},
+                                   {-1490620377043, -182454164035, -104954358526, 549098105237}};
+    integers.resize(200000);
+    for (int k = 0; k < 4; ++k) {
+        fill_exact(*kernels.exact, cipher, {&schedule, 3, 0, EXACT_GAUSSIAN}, exact_gaussian(sigmas[k]), 200000, integers.data());
+        for (int i = 0; i < 4; ++i)
+            if (integers[size_t(i)] != gaussian[k][i]) std::printf("WRONG gaussian %d %d\n", k, i), ++wrong;
+        for (int64_t v : integers) sum = sum * 31 + uint32_t(v) + 7 * uint32_t(uint64_t(v) >> 32);
+        fill_exact(*kernels.exact, cipher, {&schedule, 3, 0, EXACT_LAPLACE}, exact_laplace(sigmas[k]), 200000, integers.data());
+        for (int i = 0; i < 4; ++i)
+            if (integers[size_t(i)] != rounded[k][i]) std::printf("WRONG rounded laplace %d %d\n", k, i), ++wrong;
+        for (int64_t v : integers) sum = sum * 31 + uint32_t(v) + 7 * uint32_t(uint64_t(v) >> 32);
+    }
     std::printf("noise %08x\n", sum);
 
     // Convolution with padding, ReLU, pool, two dense layers; clipping, grid noise, one example that is NaN.

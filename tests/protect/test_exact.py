@@ -358,6 +358,7 @@ def test_snapped_neighbours_stay_within_the_snapped_l1_bound(bound, count, power
     c = a + step * bound / np.linalg.norm(step)
     far = np.linalg.norm(noise.snap(a, grid) - noise.snap(c, grid))
     assert far <= exact.snapped_period(bound, grid, count, "l2")
+    assert 0.3 * far <= exact.snapped_period(bound, grid, count, "l2", width=0.3)
 
 
 def test_multipliers_count_the_rounding():

@@ -133,6 +133,17 @@ def test_radius_is_never_zero_and_the_tail_ends_where_documented():
     assert 2 * stats.norm.sf(math.sqrt(2 * float(values.max()))) < 2.8e-11
 
 
+@pytest.mark.parametrize("z", [0.4, 1.0, 6.0])
+def test_the_strip_that_one_neighbour_cannot_reach_is_within_the_documented_bound(z):
+    """docs/noise.md: changes of norm 1/z, spread over m of d coordinates."""
+    d, edge = 35_000, noise.LARGEST_NORMAL
+    strips = [
+        m * (stats.norm.sf(edge - 1 / (z * math.sqrt(m))) - stats.norm.sf(edge)) for m in (1, 2, 5, 100, d)
+    ]
+    assert max(strips) <= math.sqrt(d) / z * stats.norm.pdf(edge - 1 / z)
+    assert z != 0.4 or max(strips) > 1e-5  # not a detail: more than a usual delta, in one step
+
+
 def test_directions_lie_on_the_circle_evenly():
     words = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint64).astype(np.uint32)
     cosine, sine = (v.astype(np.float64) / math.sqrt(2) for v in noise._direction_of_word(words))

@@ -276,7 +276,7 @@ def gaussian(key: bytes, step: int, count: int, deviation: float, example: int =
 
 
 def gaussian_error(deviation: float) -> Error:
-    """Distance of `gaussian` from its law; below 10 deviations p is right to 24 units of 2**-64."""
+    """Distance of `gaussian` from its law: up to 10 deviations log p is off by -8 to 21 units of 2**-64."""
     _check(deviation, "deviation")
     # sum over |y| > 10 s of e^(-y^2/2s^2) <= 2 (e^-50 + s sqrt(2 pi) Q(10)), over at least max(1, s sqrt(2 pi))
     mass = max(1.0, deviation * math.sqrt(2 * math.pi))
@@ -318,7 +318,7 @@ def laplace_scale(scale: float) -> float:
 
 
 def laplace_error() -> Error:
-    """Distance of `laplace` from its law: p between 1/2 and 1 is right to 16 units of 2**-64."""
+    """Distance of `laplace` from its law: log p, p between 1/2 and 1, is off by -9 to 9 units of 2**-64."""
     return Error(2.0**-59)
 
 
@@ -487,14 +487,16 @@ def snapped_laplace_multiplier(
     )
 
 
-def snapped_period(bound: float, grid: float, count: int, norm: str = "l1") -> int:
-    """Grid steps by which a snapped sum can change at most in this norm: the period for Staircase noise on it.
+def snapped_period(bound: float, grid: float, count: int, norm: str = "l1", width: float = 1.0) -> int:
+    """Grid steps by which a snapped sum can change at most in this norm, times `width`: the period for Staircase noise on it.
 
     Staircase noise promises lam for changes up to its period and nothing smaller than 2 lam beyond: the noise must be made
     for the snapped bound. With it the multiplier 1 / lam is counted as without a grid.
     """
     wider = count if norm == "l1" else math.isqrt(count - 1) + 1
-    return math.floor(bound / grid * (1 + 2.0**-50)) + wider
+    if width == 1:
+        return math.floor(bound / grid * (1 + 2.0**-50)) + wider
+    return math.ceil(width * (bound / grid + wider) * (1 + 2.0**-50))
 
 
 def shares_error(deviation: float, shares: int) -> Error:
@@ -527,11 +529,11 @@ def shares_multiplier(deviation: float, honest: int, bound: float, grid: float, 
 
 
 def plan_stairs(plan: LocalPlan, step: int, sensitivity: float, count: int) -> Stairs:
-    """The shape of a plan's Staircase noise: lambda = 1 / multiplier for the snapped bound."""
+    """The shape of a plan's Staircase noise: lambda = width / multiplier for `width` times the snapped bound."""
     factor = plan.expected_batch if plan.noise_on == "mean" else 1.0
     norm = "l1" if plan.noise == "joint-staircase" else plan.clip_norm
-    period = snapped_period(sensitivity * factor, plan.grid, count, norm)
-    lam = 1 / plan.multipliers[step] if plan.multipliers[step] else 1.0
+    period = snapped_period(sensitivity * factor, plan.grid, count, norm, plan.width)
+    lam = plan.width / plan.multipliers[step] if plan.multipliers[step] else 1.0
     return stairs(lam, max(period, 2), plan.nu, plan.noise == "joint-staircase")
 
 
@@ -542,8 +544,8 @@ def grid_noise(
 
     With c = 1, or the expected batch if noise_on is "mean", and S the sensitivity, in steps of the grid: `gaussian` of deviation
     multiplier * S * c (times the root of the batch size if noise_on is "example"), `laplace` of scale multiplier * S * c,
-    `staircase` or `joint_staircase` with lambda = 1 / multiplier and the period S * c widened by rounding
-    (`snapped_period`). noise_on "example" adds one draw per example, except for Gaussian noise.
+    `staircase` or `joint_staircase` with lambda = width / multiplier and the period S * c widened by rounding, times
+    width (`snapped_period`). noise_on "example" adds one draw per example, except for Gaussian noise.
 
     Formal guarantee: those of the samplers; the sum's change is counted by `noise.snapped_multiplier`,
     `snapped_laplace_multiplier` or the period.
