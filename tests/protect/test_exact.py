@@ -164,7 +164,7 @@ def test_the_integers_do_not_change():
 @pytest.mark.parametrize("isa", noise._native.instruction_sets() if noise._native else ["none"])
 @pytest.mark.parametrize("s", DEVIATIONS)
 def test_compiled_integers_are_those_of_the_definition(s, isa):
-    """Compiled code asks integers about one candidate in 2,000, NumPy about one in 2**32: both must decide alike."""
+    """Compiled code asks integers about one candidate in 4,000, NumPy about one in 2**32: both must decide alike."""
     native = noise._native
     for step, example, count in ((0, 0, 20_000), (7, 5, 257), (1, 0, 1), (2, 0, 0)):
         got, wide = (
