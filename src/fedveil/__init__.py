@@ -38,6 +38,9 @@ _PUBLIC = {
     "Result": "fedveil.api",
     "backbone": "fedveil.models.backbones",
     "Backbone": "fedveil.models.backbones",
+    "replace_batch_norm": "fedveil.models.surgery",
+    "lora": "fedveil.models.surgery",
+    "check_training": "fedveil.models.surgery",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import UserError
+from fedveil.models import chain
 
 MOST_LAYERS = 64
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
@@ -58,11 +59,17 @@ def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
             if child is not None:
                 out += leaves(child, f"{prefix}.{name}" if prefix else name)
         return out
+    if not prefix and type(module).__module__.partition(".")[0] != "torch":
+        found = chain.traced(module)
+        if found is not None:
+            return [pair for pair in found if type(pair[1]) is not nn.Identity]
     return [] if type(module) is nn.Identity else [(prefix, module)]
 
 
 def why_not(module: nn.Module) -> str | None:
     """None if the module can be described, else the reason, with the layer's name."""
+    if any(not parameter.requires_grad for parameter in module.parameters()):
+        return "some of its weights are frozen"
     layers = leaves(module)
     seen: set[int] = set()
     flat: bool | None = None  # of the data before this layer; None: not known yet

@@ -51,9 +51,11 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Describe a module's trainable parameters."""
+    """Describe a module's trainable parameters; frozen ones (requires_grad False) are no part of it."""
     names, shapes, layer_names, layer_of = [], [], [], []
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         owner = name.rpartition(".")[0]
         if owner not in layer_names:
             layer_names.append(owner)
@@ -64,8 +66,9 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def flatten(module: nn.Module) -> np.ndarray:
-    """The module's parameters as one float32 vector (a copy)."""
-    return torch.cat([p.detach().reshape(-1).float() for p in module.parameters()]).cpu().numpy().copy()
+    """The module's trainable parameters as one float32 vector (a copy)."""
+    parts = [p.detach().reshape(-1).float() for p in module.parameters() if p.requires_grad]
+    return torch.cat(parts).cpu().numpy().copy()
 
 
 def unflatten(vector: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:

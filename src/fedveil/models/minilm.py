@@ -70,7 +70,8 @@ class MiniLM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.long()
         real = (tokens != 0).to(self.segment.dtype)
-        x = self.words(tokens) + self.places.weight[: tokens.shape[1]] + self.segment
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.words(tokens) + self.places(places) + self.segment
         x = self.norm(x)
         for block in self.blocks:
             x = block(x, real[:, None, None, :])

@@ -300,35 +300,14 @@ def check_model(
             raise UserError(
                 f"{name}: layer '{where or type(layer).__name__}' ({type(layer).__name__}) {reason}"
             )
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    if not parameters:
-        raise UserError(f"{name} has no parameters, so there is nothing to train.")
-    seen: dict[int, str] = {}
+    parameters = dict(module.named_parameters())
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"{name} has no parameters that train (requires_grad), so there is nothing to train.")
     for where, parameter in parameters.items():
-        if id(parameter) in seen:
-            raise UserError(
-                f"{name}: '{where}' shares its weights with '{seen[id(parameter)]}', so clipping per "
-                "layer is "
-                "undefined; give each layer its own weights."
-            )
-        seen[id(parameter)] = where
-        if not parameter.requires_grad:
-            raise UserError(
-                f"{name}: '{where}' is frozen (requires_grad is False), but all parameters are trained "
-                "and counted; "
-                "compute frozen features beforehand and train only what follows."
-            )
-        if parameter.dtype != torch.float32:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
             raise UserError(
                 f"{name}: '{where}' is {parameter.dtype}; weights must be float32 (module.float())."
             )
-    for where, buffer in module.named_buffers():
-        raise UserError(
-            f"{name}: '{where}' is a buffer of shape {list(buffer.shape)}. Buffers are state outside the "
-            "weights: "
-            "no clip bounds them and no ledger counts them. Keep constants as plain attributes, drop "
-            "running statistics."
-        )
     if shape is not None:
         _try_out(module, tuple(shape), 1 if classes is None else classes, name)
 
@@ -338,29 +317,47 @@ def _refusal(layer: nn.Module) -> str:
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "has no weights yet; use the layer with its sizes written out."
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        trains = any(p.requires_grad for p in layer.parameters()) or layer.training or not layer.track_running_stats
         return (
-            "mixes the examples of a batch and keeps running statistics of private data, so no "
-            "per-example bound "
-            "holds; use nn.GroupNorm (or nn.LayerNorm) instead."
+            "mixes the examples of a batch and keeps running statistics of private data, so no per-example bound "
+            "holds; fv.replace_batch_norm(model) puts nn.GroupNorm in its place (frozen and in eval mode it may stay)."
+            if trains
+            else ""
         )
     if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
         return "keeps running statistics of private data; set track_running_stats=False or use nn.GroupNorm."
-    if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-        return "draws hidden randomness, so runs would not repeat; remove it (the noise already regularises)."
+    if isinstance(layer, nn.modules.dropout._DropoutNd) and type(layer) not in (nn.Dropout, nn.Dropout2d) and layer.p > 0:
+        return "draws hidden randomness, so runs would not repeat; use nn.Dropout, whose masks come from keys."
     if isinstance(layer, nn.RNNBase):
-        return "has no per-example gradients here; use convolutions, or write the cell with nn.Linear."
+        if type(layer) not in (nn.LSTM, nn.GRU):
+            return "has no per-example gradients here; use nn.LSTM or nn.GRU."
+        if not layer.batch_first or layer.proj_size or layer.dropout:
+            return "must have batch_first=True, no proj_size and no dropout of its own (put nn.Dropout between layers)."
     return ""
 
 
 def _try_out(module: nn.Module, shape: Shape, outputs: int, name: str) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.rand(3, *shape, generator=random)
+    drops = [layer for layer in module.modules() if isinstance(layer, nn.Dropout | nn.Dropout2d) and layer.training]
+    state = {where: buffer.clone() for where, buffer in module.named_buffers()}
     try:
+        for layer in drops:
+            layer.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             together = module(x)
             alone = torch.cat([module(one[None]) for one in x])
     except (RuntimeError, ValueError, IndexError, TypeError) as wrong:
         raise UserError(f"{name} does not accept a batch of shape {[3, *shape]}: {wrong}.") from wrong
+    finally:
+        for layer in drops:
+            layer.train()
+    for where, buffer in module.named_buffers():
+        if where not in state or not torch.equal(buffer, state[where]):
+            raise UserError(
+                f"{name}: the forward pass changes the buffer '{where}'. Buffers are state outside the weights: no clip "
+                "bounds them and no ledger counts them. Constants may stay; drop running statistics."
+            )
     if not isinstance(together, torch.Tensor) or tuple(together.shape) != (3, outputs):
         got = list(together.shape) if isinstance(together, torch.Tensor) else type(together).__name__
         raise UserError(f"{name} gives {got} for a batch of 3 examples; [3, {outputs}] is needed.")

@@ -12,6 +12,7 @@ from fedveil.models.layout import load
 def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 64) -> torch.Tensor:
     """Raw model outputs for all rows of x."""
     load(module, weights)
+    modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     # Channels last and batches that stay in the cache: convolutions take less than half the time.
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -22,6 +23,8 @@ def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 
             ]
     finally:
         module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        for layer, mode in modes:  # training goes on as it was: dropout may be on, a frozen part off
+            layer.training = mode
     return torch.cat(parts)
 
 

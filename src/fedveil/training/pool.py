@@ -31,9 +31,9 @@ from fedveil.errors import UserError, did_you_mean
 from fedveil.models.layout import layout_of
 from fedveil.training import reference
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
-from fedveil.training.torch import descent, functional, stacked
+from fedveil.training.torch import descent, functional, graph, stacked
 
-ENGINES = ("auto", "native", "torch", "stacked", "functional", "reference")
+ENGINES = ("auto", "native", "torch", "stacked", "graph", "functional", "reference")
 _NATIVE_CHUNK = 32  # clients per chunk and thread of the native engine: bounds the memory of the results
 
 
@@ -47,7 +47,7 @@ def choose(
 ) -> tuple[str, str]:
     """(name of the engine that will run, one line saying so and why).
 
-    "auto" takes the first that can: native, stacked, functional. "torch" leaves native out. UserError when a
+    "auto" takes the first that can: native, stacked, graph, functional. "torch" leaves native out. UserError when a
     named engine cannot train this model, or none can.
     """
     if engine not in ENGINES:
@@ -72,10 +72,23 @@ def choose(
     if engine == "stacked" and no_stack:
         raise UserError(f"engine = 'stacked' cannot be used: {no_stack}. Use engine = 'auto'.")
     if engine == "functional":
+        _refuse_draws(module)
         return engine, "Engine: torch.func, one client at a time."
-    if no_stack:
-        return "functional", f"Engine: torch.func, slower, because {no_stack}{because}."
-    return "stacked", f"Engine: torch, clients stacked{because}."
+    if not no_stack and engine != "graph":
+        return "stacked", f"Engine: torch, clients stacked{because}."
+    no_graph = graph.why_not(module)
+    if engine == "graph" and no_graph:
+        raise UserError(f"engine = 'graph' cannot be used: {no_graph}. Use engine = 'auto'.")
+    if no_graph:
+        _refuse_draws(module)
+        return "functional", f"Engine: torch.func, slower, because {no_graph}{because}."
+    return "graph", f"Engine: torch, one client at a time{because}."
+
+
+def _refuse_draws(module: nn.Module) -> None:
+    random = functional.draws(module)
+    if random:
+        raise UserError(f"This model cannot be trained with per-example gradients: {random}.")
 
 
 def _native_module() -> ModuleType | None:
@@ -179,7 +192,7 @@ def stream(
 
 
 def _engine(name: str) -> ModuleType:
-    return {"stacked": stacked, "functional": functional, "reference": reference}[name]
+    return {"stacked": stacked, "graph": graph, "functional": functional, "reference": reference}[name]
 
 
 def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork, total: int | None) -> int:

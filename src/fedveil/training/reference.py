@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.noise import noised_sum, step_noise
-from fedveil.training import optimisers
+from fedveil.training import dropout, optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
 
@@ -62,8 +62,9 @@ def _client(
         rows = [int(r) for r in work.rows[step] if r >= 0]
         drawn += len(rows)
         gradients, sizes = [], []
-        for row in rows:
-            loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
+        for place, row in enumerate(rows):
+            with dropout.keyed(module, work.noise_key, step, place):
+                loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
             if work.shift is not None:
                 gradient = (gradient - _vector(work.shift, dtype)) / _vector(work.scale, dtype)
             size = [_norm(gradient[part], plan.clip_norm) for part in parts]
@@ -144,7 +145,8 @@ def example_gradient(
         else:
             target = torch.as_tensor(np.asarray(y)).to(weights.dtype)
             value = nn.functional.mse_loss(output.reshape(-1), target.reshape(-1))
-        gradients = torch.autograd.grad(value, [parameters[name] for name in layout.names])
+        wanted = [parameters[name] for name in layout.names]
+        gradients = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
     gradient = torch.cat([g.reshape(-1) for g in gradients])
     return value.item(), gradient
 

@@ -194,6 +194,8 @@ def _stack(
                 picked = (rows[step, :, at:end] if everyone else rows[step, members, at:end]).reshape(-1)
                 images, targets = x.index_select(0, picked).to(dtype), y.index_select(0, picked)
                 mask = _mask(counts[members, step], at, end, own)
+                if hasattr(network, "at"):
+                    network.at([work[k].noise_key for k in members], step, at)
                 result = network.clipped(own, images, targets, mask, clipping, plan.loss)
                 part = result.total if part is None else part.add_(result.total)
                 figures.add(chosen, result, mask)

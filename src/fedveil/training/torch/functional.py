@@ -35,9 +35,16 @@ def why_not(module: nn.Module) -> str | None:
         ):
             return (
                 f"{where} mixes the examples of a batch, so that no example's influence can be bounded; "
-                "use GroupNorm instead"
+                "fv.replace_batch_norm(model) puts GroupNorm in its place"
             )
+    return None
+
+
+def draws(module: nn.Module) -> str | None:
+    """Active dropout: torch.func draws its masks from no key."""
+    for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+            where = f"layer '{name}' ({type(layer).__name__})"
             return f"{where} draws random numbers that no seed here controls; remove it or set p = 0"
     return None
 
@@ -139,7 +146,7 @@ def train(
     norms: bool = True,
 ) -> LocalResult:
     """Local training of every client in `work`; the arguments are those of `stacked.train`."""
-    reason = why_not(module)
+    reason = why_not(module) or draws(module)
     if reason:
         raise UserError(f"This model cannot be trained with per-example gradients: {reason}.")
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)

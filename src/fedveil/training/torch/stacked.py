@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fedveil.errors import UserError
+from fedveil.models import chain
 from fedveil.models.layout import Layout, layout_of
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch import descent
@@ -62,7 +63,8 @@ _MOST_CLIENTS = 64
 def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The layers of a (nested) Sequential in order, with their names."""
     if type(module) is not nn.Sequential:
-        return [(prefix, module)]
+        own = not prefix and type(module).__module__.partition(".")[0] != "torch"
+        return (chain.traced(module) if own else None) or [(prefix, module)]
     out = []
     for name, child in module._modules.items():  # named_children() leaves out a layer that is used again
         if child is not None:
@@ -74,6 +76,8 @@ def why_not(module: nn.Module) -> str | None:
     """None if this engine can train the module, else the reason, naming the layer."""
     if not any(True for _ in module.parameters()):
         return "the model has no parameters"
+    if any(not parameter.requires_grad for parameter in module.parameters()):
+        return "some of its weights are frozen"
     seen: set[int] = set()
     for name, leaf in leaves(module):
         where = f"layer '{name}' ({type(leaf).__name__})" if name else f"the model ({type(leaf).__name__})"

@@ -1,0 +1,141 @@
+"""Changes to a module before private training: BatchNorm out, LoRA adapters in, and whether they really train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.errors import UserError
+from fedveil.keys import derive
+
+
+def replace_batch_norm(module: nn.Module, groups: int = 32) -> nn.Module:
+    """Every BatchNorm becomes a GroupNorm of the same channels (at most `groups` groups), in place; returns the module.
+
+    Scale and offset are kept; running statistics are dropped, for they are averages over private examples.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _group_norm(module, groups)
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            setattr(module, name, _group_norm(child, groups))
+        else:
+            replace_batch_norm(child, groups)
+    return module
+
+
+def _group_norm(old: Any, groups: int) -> nn.GroupNorm:
+    count = max(g for g in range(1, min(groups, old.num_features) + 1) if old.num_features % g == 0)
+    new = nn.GroupNorm(count, old.num_features, eps=old.eps, affine=old.affine)
+    if old.affine:
+        with torch.no_grad():
+            new.weight.copy_(old.weight)
+            new.bias.copy_(old.bias)
+            for ours, theirs in ((new.weight, old.weight), (new.bias, old.bias)):
+                ours.requires_grad_(theirs.requires_grad)
+    return new
+
+
+class LoRALinear(nn.Module):
+    """A frozen Linear with a trained correction of low rank: out = frozen(x) + scale * up(down(x)); up starts at zero."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.frozen, self.scale = frozen, alpha / rank
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.scale * self.up(self.down(x))
+
+
+class LoRAConv2d(nn.Module):
+    """The same for a convolution: a convolution to `rank` channels, then 1 x 1."""
+
+    def __init__(self, frozen: nn.Conv2d, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.frozen, self.scale = frozen, alpha / rank
+        self.down = nn.Conv2d(
+            frozen.in_channels, rank, frozen.kernel_size, frozen.stride, frozen.padding, frozen.dilation, bias=False,  # type: ignore[arg-type]
+            padding_mode=frozen.padding_mode,
+        )  # fmt: skip
+        self.up = nn.Conv2d(rank, frozen.out_channels, 1, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.scale * self.up(self.down(x))
+
+
+def lora(
+    module: nn.Module,
+    rank: int = 4,
+    *,
+    alpha: float | None = None,
+    layers: str | Sequence[str] | Callable[[str], bool] = "",
+    also: Sequence[str] = (),
+    seed: int | bytes = 0,
+) -> nn.Module:
+    """Freeze the module and put trained adapters of low rank on its Linear and Conv2d layers, in place; returns it.
+
+    layers: which layers get one: those whose name contains one of these texts (or for which a function says so); all if
+    empty. also: parts that train as a whole beside the adapters (their names' beginnings, such as "head"). alpha: strength
+    of the correction, `rank` if not given. Only adapters and `also` are clipped, noised, uploaded and charged.
+    """
+    if rank < 1:
+        raise UserError(f"lora: rank = {rank}; give at least 1")
+    words = [layers] if isinstance(layers, str) else layers
+    chosen = layers if callable(layers) else lambda name: any(word in name for word in words)  # type: ignore[union-attr]
+    whole = [name for name in also if not any(n == name or n.startswith(name + ".") for n, _ in module.named_modules())]
+    if whole:
+        raise UserError(f"lora: also = {whole[0]!r} is no part of the model")
+    places = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if name and (type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.groups == 1))
+        and chosen(name) and not any(name == part or name.startswith(part + ".") for part in also)
+    ]  # fmt: skip
+    if not places:
+        raise UserError(f"lora: no Linear or Conv2d layer of the model matches layers = {layers!r}")
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(derive(seed, "lora")[:7], "little"))
+        for name, layer in places:
+            owner, _, attribute = name.rpartition(".")
+            kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAConv2d
+            adapted = kind(layer, rank, float(rank if alpha is None else alpha))  # type: ignore[arg-type]
+            setattr(module.get_submodule(owner), attribute, adapted)
+    for part in also:
+        for parameter in module.get_submodule(part).parameters():
+            parameter.requires_grad_()
+    return module
+
+
+def check_training(before: dict[str, Tensor], module: nn.Module) -> None:
+    """Refuse silent failure: after training, every frozen weight is what it was, and every layer that trains has moved.
+
+    before: a copy of `module.state_dict()` from before training. A layer that did not move at all had no gradient (a path
+    that was cut, a zero that never leaves zero): UserError names it.
+    """
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    still: list[str] = []
+    for name, value in module.state_dict().items():
+        moved = not torch.equal(value, before[name])
+        if name not in trained and moved:
+            raise UserError(f"'{name}' is frozen, but training changed it.")
+        if name in trained:
+            if not bool(value.isfinite().all()):
+                raise UserError(f"'{name}' is not finite after training: lower the learning rate.")
+            if not moved:
+                still.append(name)
+    if still:
+        raise UserError(
+            f"Training did not move {', '.join(repr(name) for name in still[:5])}"
+            f"{' and others' if len(still) > 5 else ''}: no gradient reaches it. Freeze it, or check the forward pass."
+        )
