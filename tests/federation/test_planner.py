@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config, make_config, shipped
-from fedveil.federation.planner import KNOWN, Shape, as_toml, config_of, describe, plan
+from fedveil.federation.planner import KNOWN, PUBLIC, Shape, as_toml, config_of, describe, plan
 from fedveil.models.features import parse
 from fedveil.models.layout import flatten
 from fedveil.models.nets import build
@@ -129,6 +129,27 @@ def test_shipped_headlines_are_what_the_planner_proposes(name: str):
         assert getattr(ours, key) == getattr(wanted, key), key
     assert ours.delta == 1e-5 and ours.built_recipe() == wanted.built_recipe()
     assert "fitted on" in ours.tuning or "chosen on" in ours.tuning
+
+
+WITH_PUBLIC = {
+    f"{short}-public-{letter}": (dataset, observer, clients, epsilon)
+    for short, dataset, clients, epsilon in (
+        ("cifar10", "cifar10", 100, 0.823), ("lfw", "lfw", 10, 0.823), ("utkface", "utkface", 10, 0.823),
+        ("medical", "medical_mnist", 10, 0.823), ("sst2", "sst2", 10, 2.0),
+    )
+    for letter, observer in (("a", "server"), ("b", "sum"))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_PUBLIC)
+def test_shipped_configurations_with_a_backbone_are_what_the_planner_proposes(name: str):
+    dataset, observer, clients, epsilon = WITH_PUBLIC[name]
+    shape, ours = PUBLIC[dataset], load_config(name)
+    proposed = config_of(plan(shape, epsilon=epsilon, clients=clients, observer=observer), shape, dataset)
+    wanted = make_config(proposed)
+    for key in proposed:
+        assert getattr(ours, key) == getattr(wanted, key), key
+    assert parse(ours.features or "").kind == "backbone" and "fitted on" in ours.tuning
 
 
 def test_fashion_mnist_is_planned_by_the_rule_that_never_saw_it():

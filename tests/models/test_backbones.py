@@ -172,11 +172,15 @@ def test_the_face_network_equals_dlibs_own():
     needs("face_recognition_models", "dlib")
     import dlib
 
+    from fedveil.models.dlib_faces import read
+
     path = backbones._folder("face_recognition_models") / "models" / "dlib_face_recognition_resnet_model_v1.dat"
     image = np.kron(np.random.default_rng(0).integers(0, 255, (10, 10, 3)), np.ones((15, 15, 1))).astype(np.uint8)
     theirs = np.array(dlib.face_recognition_model_v1(str(path)).compute_face_descriptor(image))
     x = (image.transpose(2, 0, 1)[None] / 255).astype(np.float32)
-    ours = backbones._runner(backbone("dlib-faces"))(x)[0]
+    ours = read(path)(torch.as_tensor(x)).detach().numpy()[0]
+    both = backbones._runner(backbone("dlib-faces"))(np.concatenate([x, x[..., ::-1]]))
+    assert np.allclose(both[0], both[1], atol=1e-5)  # a picture and its mirror image are taken together
     assert np.abs(ours - theirs).max() < 1e-5 and np.abs(theirs).max() > 0.1
 
 

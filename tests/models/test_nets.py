@@ -123,29 +123,31 @@ class Buffered(nn.Linear):
         super().__init__(3, 2)
         self.register_buffer("count", torch.zeros(1))
 
+    def forward(self, x):
+        self.count += len(x)
+        return super().forward(x)
+
 
 def frozen():
-    layer = nn.Linear(3, 2)
-    layer.bias.requires_grad_(False)
-    return layer
+    return nn.Linear(3, 2).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), "layer '1'.*BatchNorm1d.*use nn.GroupNorm"),
+        (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), "layer '1'.*BatchNorm1d.*replace_batch_norm"),
         (
             nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)),
             "mixes the examples",
         ),
         (nn.SyncBatchNorm(2), "mixes the examples"),
         (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "track_running_stats=False"),
-        (nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.1)), "hidden randomness.*remove it"),
-        (nn.LSTM(3, 2), "no per-example gradients"),
+        (nn.Sequential(nn.Linear(3, 2), nn.AlphaDropout(0.1)), "hidden randomness.*nn.Dropout"),
+        (nn.LSTM(3, 2), "batch_first=True"),
+        (nn.RNN(3, 2), "use nn.LSTM or nn.GRU"),
         (nn.Sequential(nn.LazyLinear(2)), "has no weights yet"),
-        (Tied(), "shares its weights"),
-        (Buffered(), "'count' is a buffer"),
-        (frozen(), "'bias' is frozen"),
+        (Buffered(), "changes the buffer 'count'"),
+        (frozen(), "nothing to train"),
         (nn.Linear(3, 2).double(), "must be float32"),
         (nn.Sequential(nn.ReLU()), "no parameters"),
         (Mixer(), "depends on the rest of its batch"),
@@ -160,6 +162,9 @@ def test_modules_that_break_the_promise_are_refused_with_reason_and_fix(module, 
 
 def test_switched_off_dropout_and_plain_modules_pass():
     check_model(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.0)), (3,), 2)
+    check_model(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), (3,), 2)  # masks come from keys
+    check_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2).requires_grad_(False)), (3,), 2)
+    check_model(Tied(), (3,), 3)
     check_model(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), (3,), None)
 
 

@@ -34,6 +34,9 @@ def plan(
         str | None,
         typer.Option("--dataset", help="A built-in dataset; else describe yours by the options below."),
     ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With a public pre-trained backbone in front (datasets that have one).")
+    ] = False,
     kind: Annotated[str, typer.Option("--kind", help="images or table, without --dataset.")] = "images",
     classes: Annotated[int, typer.Option("--classes", help="Classes, without --dataset.")] = 10,
     columns: Annotated[int, typer.Option("--columns", help="Columns of a table, without --dataset.")] = 30,
@@ -52,6 +55,8 @@ def plan(
 
     fedveil plan --epsilon 2 --clients 50 --examples 20000 --kind table --columns 40 --classes 2 --observer sum
 
+    fedveil plan --epsilon 0.823 --clients 100 --dataset cifar10 --observer sum --public
+
     fedveil plan --epsilon 1 --clients 100 --dataset mnist --observer sum --out mine.toml
     """
     from fedveil.federation import planner
@@ -62,7 +67,7 @@ def plan(
     one_of("--observer", observer, ("server", "sum"))
     if out is not None and out.suffix != ".toml":
         raise UserError(f"--out {out}: the name must end in .toml.")
-    shape = planner.describe(dataset, examples, kind, classes, columns)
+    shape = planner.describe(dataset, examples, kind, classes, columns, public)
     found = planner.plan(shape, epsilon=epsilon, delta=delta, clients=clients, observer=observer)
     if out is not None:
         try:

@@ -119,6 +119,8 @@ def prepare(
     if module is None:
         name = nets.default_model(dataset) if config.model == "auto" else config.model
         module = nets.build(name, dataset.shape, dataset.classes, config.seed, **config.model_options)
+    else:
+        nets.check_model(module, dataset.shape, dataset.classes)
     nets.check_model(module)
     layout = layout_of(module)
     cohort_size = float(config.cohort_size or dealt.clients)

@@ -61,6 +61,9 @@ class Shape:
     papers_layers: int = 3
     papers_batch: int = 5
     papers_rounds: int = 100
+    backbone: str = ""  # a public network in front, with so many outputs
+    width: int = 0
+    target: str = ""
 
 
 KNOWN: dict[str, Shape] = {
@@ -79,6 +82,18 @@ KNOWN: dict[str, Shape] = {
         source="cancer_raw", papers_weights=4_130, papers_batch=4, papers_rounds=3,
     ),
 }  # fmt: skip
+
+
+# With public pre-training: the rule for images, as it was fitted before any backbone was tried; the centre of faces comes
+# from the other face set.
+PUBLIC: dict[str, Shape] = {
+    "cifar10": replace(KNOWN["cifar10"], backbone="efficientnet-lite0", width=1280),
+    "lfw": replace(KNOWN["lfw"], backbone="dlib-faces", width=128),
+    "utkface": Shape("images", 4_000, 3072, 2, backbone="dlib-faces,centre=lfw", width=128, target="gender"),
+    "medical_mnist": Shape("images", 6_000, 4096, 6, backbone="efficientnet-lite0", width=1280),
+    "sst2": Shape("images", 6_920, 271, 2, backbone="minilm", width=384),
+    "ag_news": Shape("images", 30_000, 995, 4, backbone="minilm", width=384),
+}
 
 
 @dataclass(frozen=True)
@@ -134,8 +149,15 @@ class Plan:
         return asdict(self)
 
 
-def describe(dataset: str | None, examples: int | None, kind: str, classes: int, columns: int) -> Shape:
+def describe(
+    dataset: str | None, examples: int | None, kind: str, classes: int, columns: int, public: bool = False
+) -> Shape:
     """The shape of a built-in dataset, or of the user's own from its public facts."""
+    if public and dataset not in PUBLIC:
+        raise UserError(f"--public: name a dataset for which a public backbone is known: {', '.join(PUBLIC)}.")
+    if public and dataset is not None:
+        known = PUBLIC[dataset]
+        return known if examples is None else replace(known, examples=examples)
     if dataset is None:
         if kind not in ("images", "table"):
             raise UserError(f"--kind {kind}: use images or table.{did_you_mean(kind, ('images', 'table'))}")
@@ -217,6 +239,8 @@ def plan(
 
 
 def _front(shape: Shape, strength: float) -> tuple[str, int]:
+    if shape.backbone:
+        return f"backbone:{shape.backbone}", shape.width
     if shape.kind == "table":
         return shape.front or "unit:constant=1", shape.inputs + 1
     rule = shape.rule
@@ -241,7 +265,10 @@ def _reasons(shape: Shape, clients: int, alone: bool, strength: float, rounds: i
     front = (
         "a linear head on fixed features: the fewer weights, the less noise in total; whitening by drawn pictures "
         "costs no privacy"
-        if shape.kind == "images"
+        if shape.kind == "images" and not shape.backbone
+        else f"a linear head on the outputs of a public network ({shape.backbone.partition(',')[0]}), each example alone: "
+        "what was learnt from public data costs no privacy"
+        if shape.backbone
         else "a linear model on rows of length 1: the fewer weights, the less noise in total"
     )
     return (
@@ -284,6 +311,7 @@ def config_of(proposal: Plan, shape: Shape, dataset: str | None = None) -> dict[
     return {
         "recipe": proposal.recipe,
         **({"dataset": shape.source or dataset} if dataset else {}),
+        **({"target": shape.target} if shape.target else {}),
         "partition": "shards" if shape.kind == "images" else "iid",
         "clients": proposal.clients,
         "features": proposal.features,

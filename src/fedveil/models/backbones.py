@@ -61,6 +61,7 @@ class Backbone:
     digest: str
     size: int = 0
     centre: np.ndarray | None = None
+    views: int = 1  # 2: the mean over an image and its mirror image
 
     @property
     def note(self) -> str:
@@ -199,12 +200,14 @@ def _faces(size: int) -> Backbone:
     def make() -> Net:
         from fedveil.models.dlib_faces import read
 
-        return read(path).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        net = read(path).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return lambda x: (net(x) + net(x.flip(3).contiguous(memory_format=torch.channels_last))) / 2
 
     return Backbone(
         "dlib-faces", "images", make, "dlib's face network, three million faces of the web (FaceScrub, VGG and more; its "
-        "author says that it was trained without the people of LFW), package face_recognition_models",
-        "CC0-1.0 (file), MIT (package)", digest, size=size or 150,
+        "author says that it was trained without the people of LFW), package face_recognition_models; mean over a picture "
+        "and its mirror image",
+        "CC0-1.0 (file), MIT (package)", digest, size=size or 150, views=2,
     )  # fmt: skip
 
 
@@ -250,7 +253,7 @@ def tokens(texts: list[str], length: int) -> np.ndarray:
 
 def _centred(net: Backbone, centre: str) -> Backbone:
     """With the mean output over public pictures, rounded to three digits; a common part of all outputs would only eat
-    the clip bound."""
+    the clip bound. (EfficientNet: as the statistics in its last BatchNorm say, for ImageNet.)"""
     with np.load(Path(__file__).with_name("centres.npz")) as kept:
         known = {key.partition(".")[2]: kept[key] for key in kept.files if key.startswith(f"{net.name}.")}
     chosen = centre or next(iter(known), "none")
@@ -366,7 +369,8 @@ def _kept(net: Backbone, x: np.ndarray) -> np.ndarray:
 
 
 def _mark(net: Backbone) -> str:
-    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}".encode()).hexdigest()[:16]
+    views = f" {net.views}" if net.views > 1 else ""
+    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}{views}".encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:

@@ -65,7 +65,7 @@ def _is_size(node: fx.Node, values: set[fx.Node], sizes: set[fx.Node]) -> bool:
     if node.op == "call_function" and node.target is getattr:
         return node.args[0] in values and node.args[1] == "shape"
     if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0] in sizes and node.args[1] == 0
+        return bool(node.args[0] in sizes and node.args[1] == 0)
     return False
 
 
@@ -74,7 +74,8 @@ def _layer(module: nn.Module, node: fx.Node, sizes: set[fx.Node]) -> nn.Module |
         return module.get_submodule(str(node.target)) if len(node.args) == 1 and not node.kwargs else None
     if node.target in _PLAIN and len(node.args) == 1 and not (set(node.kwargs) - {"inplace"}):
         return _PLAIN[node.target]()
-    rest, more = tuple(node.args[1:]), dict(node.kwargs)
+    rest: tuple[Any, ...] = tuple(node.args[1:])
+    more: dict[str, Any] = dict(node.kwargs)
     if node.target in (torch.flatten, "flatten"):
         return nn.Flatten() if (*rest, *more.values()) == (1,) else None
     if node.target in ("view", "reshape"):

@@ -20,7 +20,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -43,6 +43,7 @@ _TOLERANCE = 2e-4  # of the trial, relative to the largest gradient; float32 rou
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm) if hasattr(nn, "RMSNorm") else (nn.GroupNorm, nn.LayerNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 _RECURRENT = (nn.LSTM, nn.GRU)
+_ATTENTION_OUTPUT = "NonDynamicallyQuantizableLinear"  # torch's name for the last layer of MultiheadAttention
 
 
 class Unfit(Exception):
@@ -81,7 +82,7 @@ class Tape:
         out.register_hook(partial(_keep, record))
         return out
 
-    def name(self, parameter: nn.Parameter | None) -> str | None:
+    def name(self, parameter: Tensor | None) -> str | None:
         return None if parameter is None else self.names.get(id(parameter))
 
     def captures(self) -> dict[str, list[Capture]]:
@@ -291,11 +292,9 @@ def why_not(module: nn.Module) -> str | None:
             return f"{where} changes its weights or gradients by frequency"
         if type(layer) in _TAPPED and (layer._forward_hooks or layer._forward_pre_hooks):
             return f"{where} has hooks"
-        if layer.__class__.__module__.startswith("torch.nn.") and type(layer) not in _TAPPED and not isinstance(
-            layer, nn.ParameterList | nn.ParameterDict
-        ):  # fmt: skip
-            if type(layer).__name__ != "NonDynamicallyQuantizableLinear":  # the output layer of MultiheadAttention
-                return f"{where} is not one that can be tapped"
+        plain = isinstance(layer, nn.ParameterList | nn.ParameterDict) or type(layer).__name__ == _ATTENTION_OUTPUT
+        if type(layer).__module__.startswith("torch.nn.") and type(layer) not in _TAPPED and not plain:
+            return f"{where} is not one that can be tapped"
     return None
 
 
@@ -303,7 +302,7 @@ def _bare(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Trained parameters that no tapped layer owns: (name, owner, attribute)."""
     out = []
     for prefix, owner in module.named_modules():
-        if type(owner) in _TAPPED or type(owner).__name__ == "NonDynamicallyQuantizableLinear":
+        if type(owner) in _TAPPED or type(owner).__name__ == _ATTENTION_OUTPUT:
             continue
         for attribute, parameter in owner._parameters.items():
             if parameter is not None and parameter.requires_grad:
@@ -475,7 +474,7 @@ def _joined(uses: list[Capture], part: slice) -> Capture:
 def _written(capture: Capture) -> Tensor:
     """Every example's gradient of one parameter, [1, B, n]."""
     if isinstance(capture, Rows):
-        rows, positions, width = capture.d.shape
+        rows, _, width = capture.d.shape
         out = capture.d.new_zeros(rows, capture.count, width)
         out.scatter_add_(1, capture.index[:, :, None].expand(-1, -1, width), capture.d)
         return out.view(1, rows, -1)
@@ -529,7 +528,7 @@ def compile_net(module: nn.Module, sample: Tensor) -> Net:
     copied = copy.deepcopy(module)
     for layer in copied.modules():
         if hasattr(layer, "inplace"):
-            layer.inplace = False
+            layer.inplace = False  # type: ignore[assignment]
     layout = layout_of(copied)
     net = Net(copied, layout, 1, place={"key": bytes(16), "step": 0, "first": 0})
     net = replace(net, spread=_trial(net, sample, _signature(module, sample)))
