@@ -22,6 +22,7 @@ from bench.cases import CASES, Material, material
 from fedveil.protect import noise
 
 QUICK = ("cnn", "adult", "cancer", "central600")
+LARGE = ("resnet18", "wrn16", "mobile", "transformer", "lora")  # only the races that matter: an hour otherwise
 
 
 def racers(m: Material, quick: bool) -> dict[str, rivals.Racer]:
@@ -29,6 +30,8 @@ def racers(m: Material, quick: bool) -> dict[str, rivals.Racer]:
     out = {"plain torch, non-private": rivals.plain(m)}
     if rivals.opacus_installed():
         out["Opacus per layer"] = rivals.opacus_per_layer(m)
+    if m.case.name in LARGE:
+        return out | {f"fedveil torch, {plan}": rivals.ours(m, "torch", plan) for plan in ("private", "non-private")}
     if rivals.pfl_installed() and m.case.name == "cnn":
         out["pfl-research, noise on the update only"] = rivals.pfl_round(m)
     if m.case.name != "central600":
@@ -69,7 +72,11 @@ def ratios(all_times: dict[str, dict[str, list[float]]], engine: str) -> dict[st
     floats = f"fedveil {engine}, private, float noise"
 
     def of(case: str, slow: str, fast: str = private) -> float | None:
-        return ratio(all_times.get(case, {}), slow, fast)
+        times = all_times.get(case, {})
+        slow, fast = (
+            name if name in times else name.replace(f"fedveil {engine}", "fedveil torch") for name in (slow, fast)
+        )
+        return ratio(times, slow, fast)
 
     mlps = [r for case in ("adult", "cancer") if (r := of(case, opacus)) is not None]
     over = [r for case in ("adult", "cancer") if (r := of(case, private, floats)) is not None]
@@ -89,6 +96,8 @@ def ratios(all_times: dict[str, dict[str, list[float]]], engine: str) -> dict[st
         "cnn_vs_pfl": of("cnn", "pfl-research, noise on the update only"),
         "lenet_vs_opacus": of("lenet", opacus),
         "cifar_vs_opacus": of("cifar", opacus),
+        **{f"{case}_vs_opacus": of(case, opacus) for case in LARGE},
+        "resnet18_over_plain_nonprivate": of("resnet18", private, plain),
     }
     return {name: None if value is None else round(value, 3) for name, value in out.items()}
 
@@ -168,7 +177,7 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
             best = "native"
         print(f"racing {CASES[name].title} …", file=sys.stderr)
         all_times[name] = race(
-            racers(m, options.quick), max(2, rounds // 2) if name == "central600" else rounds
+            racers(m, options.quick), max(2, rounds // 3) if name in ("central600", *LARGE) else rounds
         )
     result = {
         "ratios": ratios(all_times, best),

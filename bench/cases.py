@@ -11,6 +11,8 @@ from torch import nn
 
 from fedveil.models import nets
 from fedveil.models.layout import flatten
+from fedveil.models.minilm import Block, MiniLM
+from fedveil.models.surgery import lora
 from fedveil.training.contract import ClientWork, LocalPlan
 
 BOUND, SIGMA, LEARNING_RATE = 4.0, 1.0, 0.05
@@ -31,6 +33,7 @@ class Case:
     clients: int
     steps: int
     one_client_steps: int
+    words: int = 0  # inputs are token numbers below this
 
 
 def lenet() -> nn.Sequential:
@@ -63,7 +66,56 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+def wide_resnet() -> nn.Module:
+    """WRN-16-4 with GroupNorm: three groups of two residual blocks, 64, 128 and 256 channels."""
+    blocks: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    before = 16
+    for stage, channels in enumerate((64, 128, 256)):
+        blocks += [nets.Residual(before, channels, 2 if stage else 1, 16), nets.Residual(channels, channels, 1, 16)]
+        before = channels
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10))
+
+
+def mobile_net() -> nn.Module:
+    """Inverted residuals with depth-wise convolutions, as in MobileNet, with GroupNorm."""
+
+    def block(before: int, after: int, stride: int) -> nn.Sequential:
+        wide = 4 * before
+        return nn.Sequential(
+            nn.Conv2d(before, wide, 1, bias=False), nn.GroupNorm(8, wide), nn.Hardswish(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.GroupNorm(8, wide), nn.Hardswish(),
+            nn.Conv2d(wide, after, 1, bias=False), nn.GroupNorm(8, after),
+        )  # fmt: skip
+
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.Hardswish(), block(16, 24, 2), block(24, 32, 2),
+        block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+class Encoder(nn.Module):
+    """Four transformer blocks of width 128 on 64 vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(128, 4, 512, 1e-5) for _ in range(4))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = torch.ones(len(x), 1, 1, x.shape[1])
+        for block in self.blocks:
+            x = block(x, keep)
+        return self.head(x.mean(1))
+
+
+def minilm_lora() -> nn.Module:
+    """MiniLM's architecture (its weights do not change the arithmetic) with adapters of rank 8 on the attention."""
+    net = MiniLM(classes=2)
+    return lora(net, 8, layers="attention", also=("head",))
+
+
 MNIST = (1, 28, 28)
+COLOUR = (3, 32, 32)
 CASES = {
     case.name: case
     for case in (
@@ -75,6 +127,11 @@ CASES = {
         ),
         Case("lenet", "LeNet, padding and biases, B=5", _seeded(lenet), MNIST, 10, 5, 8, 8, 24),
         Case("cifar", "CIFAR CNN, padding and biases, B=4", _seeded(cifar_cnn), (3, 32, 32), 10, 4, 8, 4, 16),
+        Case("resnet18", "ResNet-18, GroupNorm, B=12", _net("resnet18-gn", COLOUR, 10), COLOUR, 10, 12, 1, 1, 1),
+        Case("wrn16", "WRN-16-4, GroupNorm, B=12", _seeded(wide_resnet), COLOUR, 10, 12, 1, 1, 1),
+        Case("mobile", "MobileNet-like, GroupNorm, B=12", _seeded(mobile_net), COLOUR, 10, 12, 1, 2, 2),
+        Case("transformer", "Transformer, 4 blocks, d=128, 64 tokens, B=12", _seeded(Encoder), (64, 128), 10, 12, 1, 2, 2),
+        Case("lora", "MiniLM with LoRA, 64 tokens, B=8", _seeded(minilm_lora), (64,), 2, 8, 1, 1, 1, words=30522),
     )
 }
 
@@ -94,7 +151,8 @@ class Material:
 def material(case: Case) -> Material:
     """Random pixels: arithmetic does not depend on what they show."""
     draw = np.random.default_rng(0)
-    x = torch.as_tensor(draw.random((ROWS, *case.shape), np.float32))
+    pixels = draw.integers(1, case.words, (ROWS, *case.shape)) if case.words else draw.random((ROWS, *case.shape))
+    x = torch.as_tensor(pixels.astype(np.float32))
     y = torch.as_tensor(draw.integers(0, case.classes, ROWS))
     module = case.make()
     work = tuple(

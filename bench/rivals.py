@@ -31,7 +31,7 @@ def _batches(m: Material) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def plain(m: Material) -> Racer:
     """An ordinary torch loop without privacy."""
     module = copy.deepcopy(m.module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(_trained(module), lr=LEARNING_RATE)
 
     def run() -> int:
         for x, y in _batches(m):
@@ -41,6 +41,10 @@ def plain(m: Material) -> Racer:
         return m.case.one_client_steps
 
     return run
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def per_example_loop(m: Material) -> Racer:
@@ -77,9 +81,9 @@ def opacus_per_layer(m: Material) -> Racer:
     from opacus.optimizers import DPPerLayerOptimizer
 
     module = GradSampleModule(copy.deepcopy(m.module))
-    count = len(list(module.parameters()))
+    count = len(_trained(module))
     optimizer = DPPerLayerOptimizer(
-        torch.optim.SGD(module.parameters(), lr=LEARNING_RATE),
+        torch.optim.SGD(_trained(module), lr=LEARNING_RATE),
         noise_multiplier=SIGMA,
         max_grad_norm=[BOUND] * count,
         expected_batch_size=m.case.batch,

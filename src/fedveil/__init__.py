@@ -41,6 +41,7 @@ _PUBLIC = {
     "replace_batch_norm": "fedveil.models.surgery",
     "lora": "fedveil.models.surgery",
     "check_training": "fedveil.models.surgery",
+    "check_gradients": "fedveil.models.surgery",
 }
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

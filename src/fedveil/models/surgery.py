@@ -139,3 +139,24 @@ def check_training(before: dict[str, Tensor], module: nn.Module) -> None:
             f"Training did not move {', '.join(repr(name) for name in still[:5])}"
             f"{' and others' if len(still) > 5 else ''}: no gradient reaches it. Freeze it, or check the forward pass."
         )
+
+
+def check_gradients(module: nn.Module, x: Any, y: Any) -> None:
+    """Refuse silent failure under noise, which moves every weight: on these examples the loss must reach each trained part
+    with a finite gradient that is not zero, and nothing frozen. (An adapter's `down` has none before its `up` has moved.)
+
+    Formal guarantee: none; it looks at the examples given. Use public ones, or your own on your own machine.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    labels = torch.as_tensor(y)
+    with torch.enable_grad():
+        out = module(torch.as_tensor(x))
+        if labels.is_floating_point():
+            loss = nn.functional.mse_loss(out.reshape(-1), labels.reshape(-1))
+        else:
+            loss = nn.functional.cross_entropy(out, labels)
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is None or not bool(gradient.isfinite().all()) or not bool(gradient.any()):
+            what = "no" if gradient is None else "a zero" if bool(gradient.isfinite().all()) else "an infinite"
+            raise UserError(f"'{name}' gets {what} gradient from these examples: check the path from it to the output.")

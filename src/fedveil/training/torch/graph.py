@@ -59,7 +59,20 @@ class Rows:
     count: int
 
 
-Capture = Outer | Given | Rows
+@dataclass(frozen=True)
+class Kernel:
+    """Per-example gradients of a convolution's kernel in the order (out, row, column, in), in which patches are contiguous
+    copies; sizes: outputs, positions of the kernel, inputs."""
+
+    inner: Outer | Given
+    sizes: tuple[int, int, int]
+
+    def ordered(self, values: Tensor) -> Tensor:
+        """[..., n] in the order of the parameter: (out, in, row, column)."""
+        return values.reshape(*values.shape[:-1], *self.sizes).transpose(-1, -2).reshape(values.shape)
+
+
+Capture = Outer | Given | Rows | Kernel
 Uses = Callable[[Tensor], Iterator[tuple[str, Capture]]]
 
 
@@ -158,16 +171,16 @@ def _kernel_use(layer: Any, image: Tensor, padding: Sequence[int], d: Tensor, si
     sides = [*padding, 0, 0][:4]
     image = F.pad(image, (0, 0, *sides)) if any(sides) else image.contiguous()
     s = image.stride()
-    # Channels first within a patch, as the kernel has them: the copy costs the same, and nothing is permuted later.
     patches = image.as_strided(
-        (rows, *size, channels, *kernel),
-        (s[0], s[1] * stride[0], s[2] * stride[1], 1, s[1] * dilation[0], s[2] * dilation[1]),
+        (rows, *size, *kernel, channels),
+        (s[0], s[1] * stride[0], s[2] * stride[1], s[1] * dilation[0], s[2] * dilation[1], 1),
         image.storage_offset(),
     )
     if layer.groups == 1:
-        return Outer(patches.reshape(1, rows, size[0] * size[1], -1), d, False)
+        sizes = (layer.out_channels, kernel[0] * kernel[1], channels)
+        return Kernel(Outer(patches.reshape(1, rows, size[0] * size[1], -1), d, False), sizes)
     groups, positions = layer.groups, size[0] * size[1]
-    a = patches.reshape(rows, positions, groups, -1).permute(0, 2, 1, 3)
+    a = patches.permute(0, 1, 2, 5, 3, 4).reshape(rows, positions, groups, -1).permute(0, 2, 1, 3)
     b = d.reshape(rows, positions, groups, -1).permute(0, 2, 3, 1)
     return Given(((b @ a).reshape(1, rows, -1),))
 
@@ -363,8 +376,9 @@ class Net:
                 layer.forward = partial(dropout.drop, layer=layer, name=name, **self.place)  # type: ignore[method-assign]
             for parameter in self.module.parameters():
                 parameter.requires_grad_(False)
+            last = x.dim() == 4  # images with channels last: convolutions and patches take less time
             with torch.enable_grad():
-                return self.module(x), tape
+                return self.module(x.contiguous(memory_format=torch.channels_last) if last else x), tape
         finally:
             for layer, own in whole:
                 for attribute in own.keys() - layer._parameters.keys():
@@ -461,6 +475,12 @@ def _joined(uses: list[Capture], part: slice) -> Capture:
         return uses[0]
     if all(isinstance(use, Outer) for use in uses):
         return Outer(torch.cat([u.a for u in uses], 2), torch.cat([u.d for u in uses], 2), False)  # type: ignore[union-attr]
+    if all(isinstance(use, Kernel) and isinstance(use.inner, Outer) for use in uses):
+        first = uses[0]
+        assert isinstance(first, Kernel)
+        inner = _joined([use.inner for use in uses], part)  # type: ignore[union-attr]
+        assert isinstance(inner, Outer)
+        return replace(first, inner=inner)
     if all(isinstance(use, Rows) for use in uses):
         first = uses[0]
         assert isinstance(first, Rows)
@@ -478,6 +498,8 @@ def _written(capture: Capture) -> Tensor:
         out = capture.d.new_zeros(rows, capture.count, width)
         out.scatter_add_(1, capture.index[:, :, None].expand(-1, -1, width), capture.d)
         return out.view(1, rows, -1)
+    if isinstance(capture, Kernel):
+        return capture.ordered(materialise(capture.inner).parts[0])
     return materialise(capture).parts[0]
 
 
@@ -488,6 +510,10 @@ def _mapped(capture: Capture, shift: Tensor, scale: Tensor) -> Given:
 
 def _cleared(capture: Capture, rows: Tensor) -> Capture:
     """The same with zeros for these rows [1, B]."""
+    if isinstance(capture, Kernel):
+        inner = _cleared(capture.inner, rows)
+        assert isinstance(inner, Outer | Given)
+        return replace(capture, inner=inner)
     if isinstance(capture, Rows):
         return replace(capture, d=capture.d.masked_fill(rows[0, :, None, None], 0))
     if isinstance(capture, Given):
@@ -498,6 +524,9 @@ def _cleared(capture: Capture, rows: Tensor) -> Capture:
 
 def _measured(capture: Capture, kind: str) -> tuple[Tensor, Capture]:
     """Per-example norms [1, B] of one parameter, and the capture as it is cheapest to sum."""
+    if isinstance(capture, Kernel):
+        norm, inner = measure(capture.inner, kind)
+        return norm, replace(capture, inner=inner)
     if not isinstance(capture, Rows):
         return measure(capture, kind)
     if kind == "l1":
@@ -510,6 +539,11 @@ def _measured(capture: Capture, kind: str) -> tuple[Tensor, Capture]:
 
 
 def _sum_up(capture: Capture, factors: Tensor | None, out: Tensor) -> None:
+    if isinstance(capture, Kernel):
+        total = torch.empty_like(out, memory_format=torch.contiguous_format)
+        sum_up(capture.inner, factors, total)
+        out.copy_(capture.ordered(total))
+        return
     if not isinstance(capture, Rows):
         sum_up(capture, factors, out)
         return
@@ -529,6 +563,8 @@ def compile_net(module: nn.Module, sample: Tensor) -> Net:
     for layer in copied.modules():
         if hasattr(layer, "inplace"):
             layer.inplace = False  # type: ignore[assignment]
+    if sample.dim() == 4:
+        copied.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layout = layout_of(copied)
     net = Net(copied, layout, 1, place={"key": bytes(16), "step": 0, "first": 0})
     net = replace(net, spread=_trial(net, sample, _signature(module, sample)))
