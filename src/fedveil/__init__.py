@@ -24,7 +24,7 @@ _PUBLIC = {
     "partition": "fedveil.data.partition",
     "Partition": "fedveil.data.partition",
     "Recipe": "fedveil.protect.recipe",
-    "Clip": "fedveil.protect.recipe",
+    "Clip": "fedveil.protect.clip",
     "RunConfig": "fedveil.federation.config",
     "open_run": "fedveil.federation.store",
     "Ledger": "fedveil.privacy.ledger",

@@ -19,7 +19,8 @@ from fedveil.federation.loop import OnRound
 from fedveil.federation.store import open_run
 from fedveil.models.layout import layout_of, load
 from fedveil.privacy.schedules import Schedule
-from fedveil.protect.recipe import Recipe, as_text, catalogue, get, with_changes
+from fedveil.protect.catalogue import catalogue, get
+from fedveil.protect.recipe import Recipe, as_text, spell, with_changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,15 +204,8 @@ def protect(
 
 def _parts(value: Recipe) -> dict[str, Any]:
     """What differs between a recipe value and the catalogue's entry of the same name, as configuration changes."""
-    base = get(value.name)
-    out: dict[str, Any] = {}
-    for key in Recipe.__dataclass_fields__:
-        if key != "clip" and getattr(value, key) != getattr(base, key):
-            out[key] = _text(getattr(value, key))
-    for key in type(value.clip).__dataclass_fields__:
-        if getattr(value.clip, key) != getattr(base.clip, key):
-            out[f"clip.{key}"] = _text(getattr(value.clip, key))
-    return out
+    base, own = spell(get(value.name)), spell(value)
+    return {key: _text(given) for key, given in own.items() if given != base[key] and key not in ("summary", "paper")}
 
 
 def _text(value: Any) -> Any:

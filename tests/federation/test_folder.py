@@ -158,7 +158,7 @@ def test_any_flipped_bit_of_a_checkpoint_is_noticed(tmp_path, name):
         changed[at] ^= 1 << (at % 8)
         path.write_bytes(changed)
         with pytest.raises(UserError):
-            store.load_checkpoint(folder / "checkpoints", 4)
+            store.check_checkpoint(folder / "checkpoints", 4)
     for step in ("json", "safetensors"):  # the documented way on
         (folder / "checkpoints" / f"round-000004.{step}").unlink()
     run(config(), tmp_path / "whole")

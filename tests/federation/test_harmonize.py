@@ -115,7 +115,7 @@ def test_nbafl_uses_its_own_scales_for_its_epsilon():
     every = prepared("nbafl", "epsilon=8", "clip.bound=2")
     assert every.task.recipe.sigma.value(0, 5) * 2 == pytest.approx(5 * up)
     assert every.task.recipe.downlink_sigma == 0
-    assert any("NbAFL" in note for note in every.notes)
+    assert any("nbafl" in note for note in every.notes)
 
 
 def test_nbafl_clips_the_whole_model_and_charges_twice_the_bound():
@@ -124,7 +124,7 @@ def test_nbafl_clips_the_whole_model_and_charges_twice_the_bound():
     now = moment_of(run.task, state)
     update = np.full(run.task.layout.size, 0.3, np.float32)
     assert np.linalg.norm(state.weights + update) > 0.5
-    sent = sanitise_update(run.task, now, run.task.recipe, update, 0, state.weights)
+    sent = sanitise_update(run.task, now, update, 0, state.weights)
     whole = (state.weights + sent).astype(np.float64)
     assert np.linalg.norm(whole) == pytest.approx(0.5, rel=1e-5)
     direction = (state.weights + update) / np.linalg.norm(state.weights + update)

@@ -15,7 +15,7 @@ from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run
 from fedveil.federation.store import checkpoints, open_run
-from fedveil.protect.recipe import catalogue
+from fedveil.protect.catalogue import catalogue
 
 SMALL = [
     "dataset=cancer",
@@ -36,7 +36,7 @@ def weights(folder):
 @pytest.mark.parametrize("name", list(catalogue()))
 def test_every_recipe_runs_and_keeps_a_ledger(name, tmp_path):
     extra = ["local_steps=1"] if name == "sum-cdp" else []
-    if catalogue()[name].family == "central":
+    if catalogue()[name].about.family == "central":
         extra = ["clients=1"]
     result = run(load_config(name, [*SMALL, *extra]), tmp_path / "run")
     assert result["rounds"] == 2
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_still_works(tmp_path):
 def test_an_unwritable_directory_is_a_clear_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(UserError, match="cannot create"):
+    with pytest.raises(UserError, match="cannot write into"):
         run(load_config("fed-cdp", SMALL), blocked / "run")
 
 
@@ -290,7 +290,7 @@ def test_a_ledger_that_was_cut_or_taken_away_is_not_continued(tmp_path):
     path = tmp_path / "run" / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))  # a whole record less: the chain alone cannot tell
-    with pytest.raises(UserError, match="checkpoint"):
+    with pytest.raises(UserError, match="cut or rolled back"):
         run(load_config("fed-cdp", changes), tmp_path / "run", resume=True)
     path.unlink()
     with pytest.raises(UserError, match="gone"):

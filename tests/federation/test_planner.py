@@ -96,7 +96,7 @@ def test_every_plan_is_a_configuration_that_can_run(dataset: str, observer: str,
     file.write_text(as_toml(found, shape, dataset), "utf-8")
     read = load_config(str(file))
     assert read == make_config(config_of(found, shape, dataset))
-    assert read.calibrate and read.target_epsilon == 0.823 and read.built_recipe().sampling == "full"
+    assert read.calibrate and read.target_epsilon == 0.823 and read.built_recipe().batches.name == "full"
     parse(read.features or "")
 
 

@@ -15,19 +15,20 @@ from fedveil.federation.loop import play_round, prepare
 from fedveil.federation.round import (
     Upload,
     clip_update,
-    drop_smallest,
     merge,
     model_weights,
     moment_of,
     plan_of,
     sanitise_update,
-    share_some,
     shuffled,
     start,
     uploads_of,
 )
 from fedveil.models.layout import Layout
-from fedveil.protect.recipe import get, with_changes
+from fedveil.protect.catalogue import get
+from fedveil.protect.memory import NOTHING
+from fedveil.protect.recipe import with_changes
+from fedveil.protect.upload import drop_smallest, share_some
 
 LAYOUT = Layout(("a.w", "b.w"), ((40,), (60,)), ("a", "b"), (0, 1))
 SMALL = ["dataset=cancer", "clients=4", "rounds=4", "local_steps=3", "batch_size=8"]
@@ -57,7 +58,7 @@ def test_pruning_drops_exactly_the_smallest():
 def test_dssgd_shares_only_large_coordinates():
     recipe = with_changes(get("dssgd"), {"share": 0.3, "share_threshold": 1.0})
     update = np.linspace(-3, 3, 100).astype(np.float32)
-    shared = share_some(update, recipe, np.random.default_rng(0))
+    shared = share_some(update, recipe.thin, np.random.default_rng(0))
     assert (shared != 0).sum() == 30
     assert (np.abs(shared[shared != 0]) > 1).all()
 
@@ -68,7 +69,7 @@ def test_client_noise_has_the_stated_scale():
     now = moment_of(run.task, state)
     zero = np.zeros(run.task.layout.size, np.float32)
     drawn = np.concatenate(
-        [sanitise_update(run.task, now, run.task.recipe, zero, client) for client in range(8)]
+        [sanitise_update(run.task, now, zero, client) for client in range(8)]
     )
     # 33,040 draws of N(0, 6): the deviation is within 2 % (5 sigma) but for 6e-7 of seeds.
     assert drawn.std() == pytest.approx(6, rel=0.02)
@@ -127,11 +128,11 @@ def test_the_quantile_bound_moves_towards_the_norms_and_uses_noised_counts_only(
     bounds = []
     for _ in range(4):
         state, _, _ = play_round(run, state, np.arange(4))
-        bounds.append(float(state.server["bound"]))
+        bounds.append(state.clip.bound)
     assert bounds == sorted(bounds, reverse=True)  # everything lies below 1000, so the bound falls
     noisy = prepared("fed-alpha-cdp-sound", "clip.bound=1000", "clip.count_noise=1000", *still)
     other, _, _ = play_round(noisy, start(noisy.task, noisy.initial), np.arange(4))
-    assert float(other.server["bound"]) != bounds[0]
+    assert other.clip.bound != bounds[0]
 
 
 def test_split_layers_keep_the_joint_noise():
@@ -185,14 +186,14 @@ def test_shuffled_updates_exclude_what_must_know_the_sender(changes):
 def test_fedmed_weighs_adaptively_until_the_public_loss_rises():
     run = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1", "validation=0.2", "model=logistic")
     state, facts, _ = play_round(run, start(run.task, run.initial), np.arange(4))
-    assert facts["adaptive"] and len(state.server["public_losses"]) == 1
-    fell = replace(state, server={**state.server, "public_losses": np.array([np.inf])})
-    rose = replace(state, server={**state.server, "public_losses": np.array([0.0])})
+    assert facts["adaptive"] and len(state.aggregate.losses) == 1
+    fell = replace(state, aggregate=replace(state.aggregate, losses=np.array([np.inf])))
+    rose = replace(state, aggregate=replace(state.aggregate, losses=np.array([0.0])))
     assert play_round(run, fell, np.arange(4))[1]["adaptive"]
     plain, facts, _ = play_round(run, rose, np.arange(4))
     assert not facts["adaptive"]
     mean = prepared("udp-fl-gaussian", "sigma=0.1", "validation=0.2", "model=logistic")
-    expected = play_round(mean, replace(state, server={}), np.arange(4))[0].weights
+    expected = play_round(mean, replace(state, aggregate=NOTHING), np.arange(4))[0].weights
     np.testing.assert_array_equal(plain.weights, expected)
     without = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1")
     assert play_round(without, start(without.task, without.initial), np.arange(4))[1]["adaptive"]

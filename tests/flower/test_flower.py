@@ -24,6 +24,7 @@ from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
 from fedveil.flower.server import Options, gather, options_of, serve
 from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.ledger.journal import read
 
 NODES = {100: 2, 101: 0, 102: 3, 103: 1}  # node id -> client: ids say nothing about numbers
 
@@ -261,6 +262,13 @@ FAULTS: dict[str, tuple[Callable[[Message, Message], list[Message]], str]] = {
 }
 
 
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Public and private facts of every round together."""
+    run = open_run(folder)
+    private = {line["round"]: line for line in run.private} if (folder / "private.jsonl").exists() else {}
+    return [{**line, **private.get(line["round"], {})} for line in run.metrics]
+
+
 @pytest.mark.parametrize(
     ("recipe", "fault"),
     [
@@ -276,7 +284,7 @@ def test_a_bad_reply_is_counted_and_left_out(tmp_path: Path, recipe: str, fault:
     config = config_of(recipe, rounds=1, cohort_size=None)
     bad, kind = FAULTS[fault]
     federate(tmp_path, config, on_train(bad))
-    line = open_run(tmp_path / "run").metrics[0]
+    line = told(tmp_path / "run")[0]
     assert (line["arrived"], line[kind]) == (3, 1)
     (tmp_path / "without").mkdir()
     federate(tmp_path / "without", config, on_train(lambda m, r: []))
@@ -304,9 +312,9 @@ def test_a_replayed_reply_counts_once_and_a_foreign_one_not_at_all(tmp_path: Pat
 
 
 def test_server_noise_keeps_its_scale_when_few_arrive(tmp_path: Path) -> None:
-    """fed-sdp with zero updates: the model moves by exactly sigma * bound * normals / planned cohort."""
+    """fed-sdp with zero updates: the model moves by exactly the noise of deviation sigma * bound, over the planned cohort."""
     from fedveil.keys import derive
-    from fedveil.protect import noise
+    from fedveil.protect import exact
 
     config = config_of("fed-sdp", rounds=1, cohort_size=4.0, protect={"sigma": 2.0, "clip.bound": 3.0})
 
@@ -318,9 +326,10 @@ def test_server_noise_keeps_its_scale_when_few_arrive(tmp_path: Path) -> None:
     federate(tmp_path, config, zero)
     before = loop.prepare(config).initial
     moved = weights(tmp_path / "run").astype(np.float64) - before
-    drawn = noise.normals(derive(0, "server-noise", 1)[:16], 0, before.size)
-    assert np.allclose(moved, 2.0 * 3.0 * drawn / 4, atol=1e-6)
-    assert open_run(tmp_path / "run").metrics[0]["arrived"] == 1
+    grid = 3.0 * 2.0**-20
+    drawn = exact.gaussian(derive(0, "server-noise", 1)[:16], 0, before.size, 2.0 * 3.0 / grid)
+    assert np.allclose(moved, grid * drawn / 4, atol=1e-6)
+    assert told(tmp_path / "run")[0]["arrived"] == 1
     charged = Ledger.read(tmp_path / "run/ledger.jsonl")
     assert charged.participations().tolist() == [1, 1, 1, 1]
 
@@ -329,8 +338,12 @@ def test_a_round_with_an_empty_cohort_is_charged_like_any_other(tmp_path: Path) 
     """Amplification by sampling counts every round, also those for which nobody was drawn."""
     config = config_of("fed-sdp", rounds=6, cohort_size=0.5, protect={"sigma": 2.0})
     result, _ = federate(tmp_path, config)
-    lines = open_run(tmp_path / "run").metrics
-    assert 0 in [line["clients"] for line in lines]
+    assert 0 in [line["clients"] for line in told(tmp_path / "run")]
+    # Who came, and how many, is a secret that the promise counts on: no public file tells.
+    for line in open_run(tmp_path / "run").metrics:
+        assert not {"clients", "arrived", "uploads", "bytes_up"} & set(line)
+    groups = [record.body["groups"] for record in read(tmp_path / "run/ledger.jsonl").records if "groups" in record.body]
+    assert len({json.dumps(group) for group in groups}) == 1  # the ledger names everybody in every round
     row = next(
         r
         for r in result["ledger"]
@@ -353,7 +366,7 @@ def test_an_unclipped_update_is_rejected_where_the_server_adds_the_noise(tmp_pat
         return rewritten(message, reply, update * np.float32(100 / np.linalg.norm(update)))
 
     federate(tmp_path, config, on_train(larger))
-    assert open_run(tmp_path / "run").metrics[0]["rejected"] == 1
+    assert told(tmp_path / "run")[0]["rejected"] == 1
 
 
 def test_too_few_replies_skip_the_round_stay_charged_and_end_the_run_with_a_reason(tmp_path: Path) -> None:
@@ -459,9 +472,8 @@ def test_a_killed_server_resumes_and_no_ledger_under_counts(tmp_path: Path, root
     result, _ = federate(tmp_path, config, policy=policy, root=root)
     assert result["rounds"] == 3
     assert len(open_run(tmp_path / "run").metrics) == 3
-    # Round 2 went out twice: with fresh noise that is two releases for the server's ledger, with the same
-    # noise it is one. A node always counts both.
-    assert Ledger.read(tmp_path / "run/ledger.jsonl").participations().max() == (4 if root is None else 3)
+    # Round 2 went out twice: nobody can say that the very same bits left a node both times, so both are counted.
+    assert Ledger.read(tmp_path / "run/ledger.jsonl").participations().max() == 4
     assert ledger_of(tmp_path / "n0").participations().tolist() == [4]
     if root is not None:
         loop.run(config, tmp_path / "sim")

@@ -72,7 +72,7 @@ def schedule_value(case):
     if case["id"] == "sched_linear_val":
         return schedules.Schedule("linear", 15, rate=p["gamma"]).value(50, 100)
     if case["id"] == "sched_exp_val":
-        return schedules.parse("exponential:15:4.85").value(50, 100)
+        return schedules.Schedule("exponential", 15, rate=math.log(15 / 4.85) / 100).value(50, 100)
     if case["id"] == "sched_stair_val":
         return schedules.Schedule("staircase", 15, rate=p["gamma"], every=p["Gamma"]).value(55, 100)
     return schedules.Schedule("cosine-cyclic", 15, cycles=p["gamma4"], floor=1.0).value(p["t"] - 1, p["T"])

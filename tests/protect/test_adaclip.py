@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import play_round, prepare
-from fedveil.federation.round import adaclip_memory, start
+from fedveil.federation.round import start
 from fedveil.protect import adaclip
 
 
@@ -79,7 +79,7 @@ def test_in_a_run_the_scale_starts_at_the_bound_and_follows_the_gradients_down()
     state = start(prepared.task, prepared.initial)
 
     def length(state):
-        return float(np.sqrt(np.square(adaclip.scale(adaclip_memory(state)), dtype=float).mean()))
+        return float(np.sqrt(np.square(adaclip.scale(state.clip.now), dtype=float).mean()))
 
     assert length(state) == pytest.approx(4.0, rel=1e-4)
     for _ in range(20):

@@ -15,8 +15,8 @@ from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run as simulate
 from fedveil.models.layout import flatten, layout_of
-from fedveil.protect import connectivity as con
-from fedveil.protect.connectivity import Search
+from fedveil.protect.aggregate import connectivity as con
+from fedveil.protect.aggregate.connectivity import Search
 from fedveil.report.page import write_report
 
 KEY = keys.derive(5, "connectivity")

@@ -50,7 +50,7 @@ def released(run, observer):
     state = start(run.task, run.initial)
     clients = (
         np.array([0])
-        if observer == "server" and run.task.recipe.where in ("step", "client")
+        if observer == "server" and run.task.recipe.place.name in ("step", "client")
         else np.arange(3)
     )
     return play_round(run, state, clients)[0].weights.astype(np.float64)
@@ -60,7 +60,7 @@ def released(run, observer):
 def test_noise_over_movement_is_at_least_the_claimed_multiplier(name, changes):
     config = load_config(name, [*BASE, *changes])
     first, again = prepare(config), prepare(config, root=99)
-    observer = "public" if first.task.recipe.where == "server" else "server"
+    observer = "public" if first.task.recipe.place.name == "server" else "server"
     now = moment_of(first.task, start(first.task, first.initial))
     (claims,) = [c for clients, c in release_of(first, now, np.arange(3)).groups if 0 in clients]
     unit = "example"
@@ -94,11 +94,11 @@ def test_with_a_grid_only_its_multiples_leave(name):
     bound, grid = 4.0, 2.0**-10
     config = load_config(name, [*BASE, f"clip.bound={bound}", "sigma=1", f"grid={grid}", "cohort=all"])
     run = prepare(config)
-    observer = "public" if run.task.recipe.where == "server" else "server"
+    observer = "public" if run.task.recipe.place.name == "server" else "server"
     sent = released(run, observer) - run.initial
     rows = np.asarray(run.task.rows(0)).size
     counted = {"step": rows, "client": 1, "server": 3, "sum": run.task.setting.examples}[
-        run.task.recipe.where
+        run.task.recipe.place.name
     ]
     steps = sent * counted / (bound * grid)
     # The model is stored in float32, 24 bits: some 1e5 steps survive to about 1e-2 of a step.

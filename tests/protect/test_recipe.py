@@ -4,8 +4,9 @@ import pytest
 
 from fedveil.errors import UserError
 from fedveil.privacy.schedules import parse
+from fedveil.protect.catalogue import catalogue, get
 from fedveil.protect.describe import describe_all
-from fedveil.protect.recipe import Recipe, as_text, catalogue, get, spacing, with_changes
+from fedveil.protect.recipe import Recipe, as_text, spacing, with_changes
 
 PAPERS = {
     "non-private",
@@ -47,7 +48,7 @@ def test_every_system_of_the_papers_is_in_the_catalogue():
 def test_papers_defaults():
     recipe = get("fed-cdp")
     assert recipe.clip.bound.value(0, 100) == 4 and recipe.sigma.value(0, 100) == 6
-    assert recipe.clip.kind == "layer" and recipe.noise_on == "sum"
+    assert recipe.clip.kind == "layer" and recipe.noise_on.name == "sum"
     decay = get("fed-cdp-decay").clip.bound
     assert decay.value(0, 100) == pytest.approx(6) and decay.value(99, 100) == pytest.approx(2, abs=0.05)
     sigma = get("fed-alpha-cdp-sigma").sigma
@@ -144,9 +145,9 @@ def test_dropping_coordinates_before_the_noise_of_a_sum_is_refused():
 @pytest.mark.parametrize(
     ("name", "changes", "word"),
     [
-        ("udp-fl-laplace", {"grid": 1e-6}, "only Gaussian"),
-        ("ldp-fl", {"grid": 1e-6}, "only Gaussian"),
-        ("non-private", {"grid": 1e-6}, "only Gaussian"),
+        ("udp-fl-staircase", {"grid": 1e-6}, "no exact form"),
+        ("ldp-fl", {"grid": 1e-6}, "no exact form"),
+        ("non-private", {"grid": 1e-6}, "no exact form"),
         ("random-noise", {"grid": 1e-6}, "clip.kind"),
         ("fed-alpha-cdp", {"grid": 1e-6}, "from the batch"),
         ("median-clip", {"grid": 1e-6}, "from the batch"),
@@ -166,4 +167,17 @@ def test_noise_narrower_than_ten_grid_steps_is_refused():
     assert spacing(recipe, (2.0, 1.0), (0.02, 0.02)) == pytest.approx(1e-3)
     with pytest.raises(UserError, match="at least 10"):
         spacing(recipe, (2.0, 1.0), (0.02, 0.005))
-    assert spacing(get("fed-cdp-sound"), (1.0,), (0.0,)) == 0
+    assert spacing(with_changes(get("fed-cdp-sound"), {"grid": 0}), (1.0,), (0.0,)) == 0
+
+
+def test_exact_noise_is_the_default_wherever_the_scale_is_public():
+    for name, recipe in catalogue().items():
+        follows = recipe.scale.batch or recipe.clip.rule.batch
+        wide = getattr(recipe.law, "width", 1.0) == 1
+        exact = recipe.law is not None and recipe.clip.bounded and not follows and wide
+        assert (recipe.fineness > 0) == exact, name
+
+
+def test_the_default_grid_is_fine_enough_for_any_noise():
+    recipe = get("fed-cdp-sound")
+    assert spacing(recipe, (2.0,), (1e-9,)) <= 2e-9 / 1024

@@ -4,7 +4,7 @@ import pytest
 
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
-from fedveil.protect.recipe import get
+from fedveil.protect.catalogue import get
 from fedveil.studies import cells, settings
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.reasons import REASONS

@@ -23,6 +23,8 @@ from fedveil.federation import store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, model_weights, moment_of, start
+from fedveil.protect.law import Gaussian
+from fedveil.protect.place import Reports
 
 KINDS = ("gradient", "malicious", "membership", "attribute", "decoder")
 BITS_SHARE = 0.2  # of an audit's level goes to low bits
@@ -204,7 +206,7 @@ def plan_audit(
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
     rounds = min(rounds or played, played)
     prepared = prepare(run.config)
-    if not prepared.task.recipe.private or prepared.task.recipe.mechanism != "gaussian":
+    if not isinstance(prepared.task.recipe.law, Gaussian):
         raise UserError(
             "audits are planned for Gaussian noise; other laws have no plan yet. Audit with --canaries 2000."
         )
@@ -262,7 +264,7 @@ def attack_malicious(
     config = prepared.config
     size = min(prepared.partition.size(c) for c in range(prepared.partition.clients))
     batch, clients = min(batch, size), min(clients, prepared.partition.clients)
-    if prepared.dataset.classes is None or prepared.task.recipe.mechanism == "two-valued" or batch < 4:
+    if prepared.dataset.classes is None or isinstance(prepared.task.recipe.place, Reports) or batch < 4:
         raise UserError(
             "malicious models are tried on classification with records to spare and additive noise."
         )

@@ -17,8 +17,10 @@ import numpy as np
 from fedveil.attacks.membership import TrainMany
 from fedveil.errors import UserError
 from fedveil.federation.loop import Prepared, cohort_of, play_round
-from fedveil.federation.round import State, model_weights, moment_of, plan_of, start, work_of
+from fedveil.federation.round import State, Task, model_weights, moment_of, plan_of, start, work_of
 from fedveil.keys import derive, generator
+from fedveil.protect.aggregate import Mean
+from fedveil.protect.memory import NOTHING
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork
 
@@ -93,21 +95,27 @@ def trainer(prepared: Prepared, asked: Pool, seed: int) -> TrainMany:
     return train_many
 
 
+def state_free(task: Task) -> bool:
+    """Does no part of the recipe remember anything between rounds?"""
+    recipe = task.recipe
+    remembers = recipe.clip.rule.start(recipe.clip, 1, task.setting.rounds) != NOTHING
+    return not remembers and isinstance(recipe.aggregate, Mean) and recipe.aggregate == Mean()
+
+
 def _one_stack(prepared: Prepared) -> bool:
     """Can a whole run be one local plan? One client, nothing remembered between rounds, plain averaging."""
     task = prepared.task
     return (
         prepared.partition.clients == 1
-        and task.recipe.where in ("nowhere", "step")
-        and task.recipe.clip.rule in ("given", "median")
-        and task.recipe.aggregate == "mean"
+        and task.recipe.place.open_uploads
+        and task.recipe.place.target == "gradient"
+        and state_free(task)
         and task.learning_rate_end is None
         and task.momentum == 0
         and task.server_momentum == 0
         and task.server_learning_rate == 1
         and task.average == 0
-        and not task.recipe.prune
-        and task.recipe.share == 1
+        and not task.recipe.thin.anything
         and not task.own
     )
 

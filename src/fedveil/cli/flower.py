@@ -33,7 +33,7 @@ def init(
     ],
     change: Annotated[
         list[str], typer.Option("--set", help="Change a key: rounds=20, clients=4, sigma=2.")
-    ] = [],  # noqa: B006
+    ] = [],
     out: Annotated[Path | None, typer.Option(help="Run directory on the server (default: DIR/run).")] = None,
     deadline: Annotated[float, typer.Option(help="Seconds a round waits for replies.")] = 600.0,
     join: Annotated[float, typer.Option(help="Seconds to wait for the nodes at the start.")] = 300.0,
@@ -346,7 +346,7 @@ def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into.")],
     name: Annotated[
         list[str], typer.Option("--name", help="Names and addresses of the SuperLink, for its certificate.")
-    ] = [],  # noqa: B006
+    ] = [],
     nodes: Annotated[int, typer.Option(min=0, help="Also make key pairs for so many SuperNodes.")] = 0,
     days: Annotated[int, typer.Option(min=1, help="Days the certificates are valid.")] = 365,
 ) -> None:

@@ -32,7 +32,7 @@ def run(
     name: Annotated[
         str, typer.Argument(metavar="NAME_OR_TOML", help="A recipe, a shipped configuration or a .toml file.")
     ],
-    change: SetOption = [],  # noqa: B006
+    change: SetOption = [],
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
@@ -268,7 +268,7 @@ def compare(
         list[str],
         typer.Argument(metavar="A B …", help="Recipes, configurations, .toml files or run directories."),
     ],
-    change: SetOption = [],  # noqa: B006
+    change: SetOption = [],
     seeds: Annotated[int, typer.Option(min=1, help="Runs per configuration, seeds 0, 1, …")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the runs that are made.")] = Path("report/compare"),
     plot: Annotated[

@@ -26,7 +26,11 @@ from torch import nn
 from torch.func import functional_call
 
 from fedveil.models.layout import Layout, unflatten
+from fedveil.protect.aggregate import Mean, Scaffold
+from fedveil.protect.clip import Given
+from fedveil.protect.place import InSum
 from fedveil.protect.recipe import Recipe
+from fedveil.protect.setting import Moment, Setting
 
 PROBES = 256
 
@@ -135,28 +139,27 @@ def allowed_change(
     With a clip this follows from the recipe: every example (client) adds at most the joint bound, and the norm of the noise is at
     most deviation * (sqrt(d) + 7) but with probability 1e-9. Batches are taken as up to twice their expected size plus 20.
     Without one, a node judges by its own updates."""
-    joint = bound * (math.sqrt(layers) if recipe.clip.kind == "layer" and not recipe.clip.split else 1.0)
-    tail = math.sqrt(dimension) + 7
-    if (
-        recipe.clip.kind == "none"
-        or recipe.clip.rule != "given"
-        or recipe.aggregate not in ("mean", "scaffold")
-    ):
+    place, clip = recipe.place, recipe.clip
+    if not clip.bounded or type(clip.rule) is not Given or type(recipe.aggregate) not in (Mean, Scaffold):
         return None if own_largest is None else limits.own_factor * own_largest * max(1.0, server_rate)
-    if recipe.mechanism in ("laplace", "staircase", "joint-staircase"):
-        tail *= 4  # heavier tails and another unit of scale
-    if recipe.where in ("step", "sum"):
+    joint, tail = clip.joint(bound, layers), math.sqrt(dimension) + 7
+    if recipe.law is not None and not recipe.law.adds_up:
+        tail *= 4  # heavier tails
+    many = math.ceil(max(cohort, 1.0))
+    setting = Setting(many, cohort, 1, steps, batch, many * MANY, layers, dimension)
+    noised = place.noised(recipe, setting, Moment(1, (bound,), (sigma,)), MANY)
+    deviation = max((one.deviation for one in noised), default=0.0)
+    if place.target == "gradient":
         most = 2 + 20 / batch
-        on = {"sum": 1.0, "mean": batch, "example": math.sqrt(batch * most)}[recipe.noise_on]
-        one = learning_rate * steps * (most * joint + sigma * bound * on * tail / batch * math.sqrt(layers))
-        return server_rate * one
-    each = (
-        1.0
-        if recipe.where == "client"
-        else {"sum": 1 / cohort, "mean": 1.0, "example": cohort**-0.5}[recipe.noise_on]
-    )
-    arrived = 2 + 20 / cohort if recipe.where == "server" else 1.0
-    return server_rate * (arrived * joint + sigma * bound * tail * each)
+        per = place.everyone(recipe, setting) if isinstance(place, InSum) else batch
+        spread = deviation * (math.sqrt(most) if recipe.noise_on.for_each else 1.0) * tail * math.sqrt(layers)
+        return server_rate * learning_rate * steps * (most * joint + spread / per)
+    if place.open_uploads:
+        return server_rate * (joint + deviation * tail)
+    return server_rate * ((2 + 20 / cohort) * joint + deviation * tail / cohort)
+
+
+MANY = 1_000_000  # records of a client that is larger than any batch
 
 
 def change(before: np.ndarray, after: np.ndarray, allowed: float | None) -> list[str]:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
 from fedveil.privacy.schedules import following_rate
-from fedveil.protect.recipe import ALIASES, Recipe, catalogue, get, with_changes
+from fedveil.protect.catalogue import ALIASES, catalogue, get
+from fedveil.protect.recipe import KEYS, Recipe, with_changes
 from fedveil.training.optimisers import parse as parse_optimiser
 
 if sys.version_info >= (3, 11):
@@ -193,10 +194,10 @@ def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, wher
     base = dict(DATASET_DEFAULTS.get(dataset, {}))
     recipe_name = str(merged.get("recipe", ""))
     known = catalogue().get(ALIASES.get(recipe_name, recipe_name))
-    if known is not None and known.family == "central":
+    if known is not None and known.about.family == "central":
         base.update(CENTRAL_DEFAULTS)
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
-    if known is not None and known.where == "sum":
+    if known is not None and known.place.sum_only:
         base["local_steps"] = 1
     if "clients" in merged and "cohort_size" not in merged:
         base.pop("cohort_size", None)
@@ -214,7 +215,7 @@ def check_config(config: RunConfig) -> None:
     recipe = config.built_recipe()
     if config.cohort_size is not None and config.cohort_size > config.clients:
         raise UserError(f"cohort_size = {config.cohort_size} is above clients = {config.clients}")
-    if recipe.where == "sum" and config.local_steps != 1:
+    if recipe.place.sum_only and config.local_steps != 1:
         raise UserError(
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
@@ -223,24 +224,24 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             "target_accuracy needs a public validation set: set validation = 0.1 (rows set aside and treated as public)"
         )
-    if config.client_epsilons and recipe.where not in ("step", "client"):
+    if config.client_epsilons and recipe.law is not None and not recipe.place.own_noise:
         raise UserError(
-            f"client_epsilons: with where = {recipe.where} there is one noise for all, not one per client"
+            f"client_epsilons: with where = {recipe.place.name} there is one noise for all, not one per client"
         )
-    if config.client_epsilons and recipe.mechanism == "two-valued":
+    if config.client_epsilons and recipe.private and recipe.law is None:
         raise UserError(
             "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
         )
-    if config.fixed_variance is not None and recipe.clip.rule == "quantile":
+    if config.fixed_variance is not None and recipe.clip.rule.beside():
         raise UserError(
             "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
             "composes: use one of the two"
         )
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
-    if recipe.aggregate == "connectivity" and config.validation <= 0:
+    if recipe.aggregate.needs_public and config.validation <= 0:
         raise UserError(
-            "aggregate = connectivity trains on public data at the server: set validation = 0.1 or more"
+            f"aggregate = {recipe.aggregate.name} trains on public data at the server: set validation = 0.1 or more"
         )
 
 
@@ -248,9 +249,9 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     rule = parse_optimiser(config.local_optimiser).rule
     if rule == "sgd":
         return
-    if recipe.where == "sum":
+    if recipe.place.sum_only:
         raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
-    if recipe.aggregate == "scaffold":
+    if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
         raise UserError(f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)")
@@ -276,7 +277,7 @@ def _read_toml(text: str, where: str) -> dict[str, Any]:
 def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Send recipe parts that were named directly into `protect`, dotted option keys into their table."""
     own = RunConfig.model_fields
-    parts = {name for name in Recipe.__dataclass_fields__ if name not in ("name", "summary", "paper")}
+    parts = {key.partition(".")[0] for key in KEYS} - {"summary", "paper"}
     out: dict[str, Any] = {}
     for key, value in values.items():
         head, _, tail = key.partition(".")

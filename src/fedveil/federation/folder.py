@@ -160,7 +160,7 @@ def verify(folder: Path) -> dict[str, Any]:
     records = check_ledger(folder)
     rounds = store.checkpoints(folder / "checkpoints")
     for number in rounds:
-        store.load_checkpoint(folder / "checkpoints", number)
+        store.check_checkpoint(folder / "checkpoints", number)
     return {
         "records": len(records),
         "anchors": [anchor.source for anchor in anchors_of(folder)],

@@ -11,9 +11,10 @@ from fedveil.federation.config import RunConfig
 from fedveil.federation.round import Task, moment_of, start
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.events import Event
-from fedveil.protect.promise import Round, claims
-from fedveil.protect.recipe import Recipe, constant, with_changes
-from fedveil.protect.udp import nbafl_scales
+from fedveil.protect.clip import constant
+from fedveil.protect.promise import claims
+from fedveil.protect.recipe import Recipe, with_changes
+from fedveil.protect.setting import Moment
 
 
 def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
@@ -24,7 +25,7 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     """
     rounds = expected_participations(task)
     if config.client_epsilons:
-        mechanisms = config.client_mechanisms or [task.recipe.mechanism]
+        mechanisms = config.client_mechanisms or [task.recipe.law.name if task.recipe.law else "none"]
         own: dict[int, tuple[Recipe, float]] = {}
         budgets: dict[int, float] = {}
         cache: dict[tuple[float, str, int], tuple[Recipe, float]] = {}
@@ -53,22 +54,23 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     )
 
 
-def nbafl(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
-    """Give NbAFL the noise of its own formulas for recipe.epsilon and delta (see `udp.nbafl_scales`).
+def by_formula(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+    """Give a recipe the noise of its method's own formula for recipe.epsilon and delta.
 
     Formal guarantee: none by itself; the ledger states what this noise is worth, as for any other.
     """
     recipe = task.recipe
-    assert recipe.epsilon is not None
+    assert recipe.epsilon is not None and recipe.formula is not None
     smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
     clip = recipe.clip.bound.value(0, task.setting.rounds)
-    seen = round(recipe.exposures) or expected_participations(task)
-    up, down = nbafl_scales(
+    seen = expected_participations(task)
+    sigma, down = recipe.formula.noise(
         recipe.epsilon, config.delta, clip, smallest, dealt.clients, task.setting.rounds, seen
     )
-    noised = replace(recipe, sigma=constant(up / clip), downlink_sigma=down / clip)
+    noised = replace(recipe, sigma=constant(sigma), downlink_sigma=down)
     said = (
-        f"NbAFL's own scales for epsilon {recipe.epsilon:g}: uplink deviation {up:.4g}, downlink {down:.4g}"
+        f"{recipe.name}'s own scales for epsilon {recipe.epsilon:g}: uplink deviation {sigma * clip:.4g}, "
+        f"downlink {down * clip:.4g}"
     )
     return replace(task, recipe=noised), (said,)
 
@@ -85,7 +87,7 @@ def clip_for(mechanism: str) -> dict[str, Any]:
 def expected_participations(task: Task) -> int:
     """Rounds in which a client takes part, on average, rounded up (all of them where everybody always does)."""
     setting = task.setting
-    if task.recipe.where == "server":
+    if task.recipe.place.scope == "everyone":
         return setting.rounds
     return max(1, math.ceil(setting.rounds * min(1.0, setting.cohort / setting.clients)))
 
@@ -93,8 +95,8 @@ def expected_participations(task: Task) -> int:
 def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int) -> list[Event]:
     """The observer's sound events over `rounds` rounds at constant sigma."""
     now = moment_of(task, start(task, _zeros(task)))
-    at = Round(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
-    unit = "client" if task.recipe.target == "update" else "example"
+    at = Moment(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
+    unit = task.recipe.place.unit
     found = [
         c
         for c in claims(task.recipe, task.setting, at, size)

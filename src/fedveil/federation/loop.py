@@ -44,9 +44,9 @@ from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
-from fedveil.protect.batches import cohort
-from fedveil.protect.promise import Round, Setting, divergence, release
+from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe
+from fedveil.protect.setting import Moment, Setting
 from fedveil.training import pool
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
@@ -81,6 +81,7 @@ class RoundFacts:
 
 
 OnRound = Callable[[RoundFacts], None]
+Turn = tuple[State, dict[str, Any], dict[str, Any]]  # next state, public facts, private facts
 
 
 def prepare(
@@ -164,10 +165,10 @@ def prepare(
 
         task, more = harmonize(task, config, dealt)
         notes += more
-    elif recipe.name == "nbafl" and recipe.epsilon is not None:
-        from fedveil.federation.harmonize import nbafl
+    elif recipe.formula is not None and recipe.epsilon is not None:
+        from fedveil.federation.harmonize import by_formula
 
-        task, more = nbafl(task, config, dealt)
+        task, more = by_formula(task, config, dealt)
         notes += more
     initial = flatten(module)
     sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
@@ -181,13 +182,16 @@ def _public(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
     return dataset.x_validation, dataset.y_validation
 
 
-def release_of(prepared: Prepared, now: Round, clients: np.ndarray) -> Release:
+def release_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> Release:
     """The ledger entry of one round, derived from the task itself."""
+    if prepared.task.recipe.place.scope == "everyone":
+        # Who was drawn is a secret that the promise counts on: the entry speaks of everybody, whoever took part.
+        clients = np.arange(prepared.partition.clients)
     sizes = {int(c): prepared.partition.size(int(c)) for c in clients}
     return release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
 
 
-def stacks_of(prepared: Prepared, now: Round, clients: np.ndarray) -> dict[LocalPlan, list[int]]:
+def stacks_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> dict[LocalPlan, list[int]]:
     """The cohort by equal plans; uploads are merged in this order, whoever trained them."""
     stacks: dict[LocalPlan, list[int]] = {}
     for client in clients.tolist():
@@ -197,7 +201,7 @@ def stacks_of(prepared: Prepared, now: Round, clients: np.ndarray) -> dict[Local
 
 
 def train_cohort(
-    prepared: Prepared, state: State, now: Round, clients: np.ndarray, workers: int | pool.Workers = 1
+    prepared: Prepared, state: State, now: Moment, clients: np.ndarray, workers: int | pool.Workers = 1
 ) -> Iterator[tuple[list[int], LocalResult]]:
     """Train the cohort, chunk by chunk; clients with equal plans share a stack."""
     task, config = prepared.task, prepared.config
@@ -228,26 +232,31 @@ def play_round(
     task = prepared.task
     now = moment_of(task, state)
     seen: list[tuple[list[int], LocalResult]] = []
+    made = hashlib.sha256()
 
     def uploads() -> Iterator[Upload]:
         for chunk, result in train_cohort(prepared, state, now, clients, workers):
-            yield from uploads_of(task, now, state, chunk, result)
+            for upload in uploads_of(task, now, state, chunk, result):
+                if task.recipe.place.open_uploads:  # where uploads carry no noise, only the sum may leave a trace
+                    made.update(upload.update.tobytes() if upload.bits is None else upload.bits.tobytes())
+                yield upload
             seen.append((chunk, replace(result, delta=np.empty(0))))
 
     following, facts = merge(task, state, now, shuffled(task, now, uploads()))
+    made.update(following.weights.tobytes())
     facts |= {
         "clients": len(clients),
         "sigma": now.sigmas[0],
         "bound": now.bounds[0],
         "learning_rate": learning_rate_of(task, state.round),
     }
-    private = _diagnostics(seen)
+    private = {**_diagnostics(seen), "made": made.hexdigest()}
     if len(clients):
         first = int(clients[0])
         errors = noise_errors(task, now, first, prepared.partition.size(first), prepared.config.diagnostics)
         private |= {name: errors.pop(name) for name in ("measured_l1",) if name in errors}
         facts |= errors
-    if task.recipe.where == "server" and task.recipe.cohort == "poisson":
+    if task.recipe.place.scope == "everyone":
         # The amplification counts on a secret cohort, and its size tells something about it.
         private |= {name: facts.pop(name) for name in ("clients", "uploads")}
     return following, facts, private
@@ -309,35 +318,85 @@ def run(
         hold_folder(stack, folder, resume)
         state = open_folder(prepared, folder, resume, command)
         ledger = stack.enter_context(open_ledger(prepared, folder))
+        charge_preprocessing(prepared, ledger)
         workers: int | pool.Workers = config.workers
         if config.workers > 1 and prepared.engine in ("stacked", "functional"):
             workers = stack.enter_context(pool.Workers(config.workers))
-        stop = "all rounds done"
-        while state.round < config.rounds:
-            now = moment_of(task, state)
-            drawn = cohort_of(prepared, now.number)
-            clients, ended = affordable(prepared, ledger, now, drawn)
-            if ended:
-                stop = ended
-                break
+
+        def turn(state: State, now: Moment, clients: np.ndarray) -> Turn:
             mark = fingerprint_of(prepared, state, clients)
-            ledger.spend(release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
-            clock = time.perf_counter()
-            state, facts, private = play_round(prepared, state, clients, workers)
+            # Nothing has left this process yet: what was made is charged, and synced, before anybody gets to see it.
+            following, facts, private = play_round(prepared, state, clients, workers)
+            made = private.pop("made")
+            charge(ledger, release_of(prepared, now, clients), mark, made)
             lost = divergence(task.recipe, now.number, private.get("diverged_clients", ()))
             if lost is not None:
-                ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
-            if task.own_epsilon:
-                facts["sat_out"] = len(drawn) - len(clients)
-            done = record_round(
-                prepared, folder, ledger, state, facts, private, time.perf_counter() - clock, on_round
-            )
-            if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
-                store.save_checkpoint(folder / "checkpoints", state, ledger.head)
-            if done:
-                stop = done
-                break
+                charge(ledger, lost, mark + "diverged", made)
+            return following, facts, private if config.diagnostics else {}
+
+        state, stop = play(prepared, folder, ledger, state, turn, on_round=on_round)
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def play(
+    prepared: Prepared,
+    folder: Path,
+    ledger: Ledger,
+    state: State,
+    turn: Callable[[State, Moment, np.ndarray], Turn],
+    *,
+    moment: Callable[[Task, State], Moment] = moment_of,
+    on_round: OnRound | None = None,
+) -> tuple[State, str]:
+    """The round loop of simulation and deployment: (last state, why it stopped).
+
+    turn: plays one round for a cohort and charges it before anything is shown. What differs between one process and a real
+    federation is in there; drawing, budgets, evaluation, records, checkpoints and stops are here.
+    """
+    config, task = prepared.config, prepared.task
+    while state.round < config.rounds:
+        now = moment(task, state)
+        drawn = cohort_of(prepared, now.number)
+        clients, ended = affordable(prepared, ledger, now, drawn)
+        if ended:
+            return state, ended
+        clock = time.perf_counter()
+        state, facts, private = turn(state, now, clients)
+        if task.own_epsilon:
+            facts["sat_out"] = len(drawn) - len(clients)
+        seconds = time.perf_counter() - clock
+        done = record_round(prepared, folder, ledger, state, facts, private, seconds, on_round)
+        if done and not np.isfinite(model_weights(state)).all():
+            charge_rest(prepared, ledger, state)
+        if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
+            store.save_checkpoint(folder / "checkpoints", state, ledger.head)
+        if done:
+            return state, done
+    return state, "all rounds done"
+
+
+def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
+    """Charge the rounds that a stop leaves out where the stop depends on the data and no plan was committed for it: the
+    promise is then about all planned rounds, as if they had been played."""
+    if ledger.header.stopping == "data":
+        return
+    for index in range(state.round, prepared.config.rounds):
+        later = replace(state, round=index)
+        entry = release_of(prepared, moment_of(prepared.task, later), cohort_of(prepared, index + 1))
+        ledger.spend(replace(entry, note="not played: the stop depended on the model"), fingerprint=f"left out {index}")
+
+
+def charge(ledger: Ledger, entry: Release, mark: str, made: str) -> None:
+    """Spend a release; free where the very same bits were charged before and this is their replay after a crash."""
+    ledger.spend(entry, fingerprint=mark, replay_of=ledger.find(mark), made=made)
+
+
+def charge_preprocessing(prepared: Prepared, ledger: Ledger) -> None:
+    """What was computed from private rows before training, without noise, ends the promise before it begins; once."""
+    notes = [note for note in prepared.notes if note.startswith("private:")]
+    entry = unpaid(prepared.partition.clients, notes)
+    if entry is not None and prepared.task.recipe.private and ledger.find("preprocessing") is None:
+        ledger.spend(entry, fingerprint="preprocessing")
 
 
 def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:
@@ -366,7 +425,7 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
                 f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead"
             )
         if known:
-            state = store.load_checkpoint(folder / "checkpoints", known[-1])
+            state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
                 raise UserError(f"--resume: the checkpoint of round {known[-1]} belongs to another model")
         run_folder.check(folder)  # before the lines that the ledger is compared with are cut
@@ -439,7 +498,7 @@ def header_of(prepared: Prepared) -> Header:
 
 def unit_of(recipe: Recipe) -> Unit:
     """The unit that a recipe is made to protect."""
-    return "client" if recipe.target == "update" else "example"
+    return recipe.place.unit
 
 
 def _planned(prepared: Prepared) -> Iterator[Release]:
@@ -447,13 +506,16 @@ def _planned(prepared: Prepared) -> Iterator[Release]:
     state = start(prepared.task, prepared.initial)
     for index in range(prepared.config.rounds):
         now = moment_of(prepared.task, replace(state, round=index))
-        yield release_of(prepared, now, cohort_of(prepared, now.number))
+        # Coins from the system's entropy fall anew when a run is continued: then everybody is counted in every round.
+        again = prepared.config.secure_noise
+        drawn = np.arange(prepared.partition.clients) if again else cohort_of(prepared, now.number)
+        yield release_of(prepared, now, drawn)
 
 
 def cohort_of(prepared: Prepared, number: int) -> np.ndarray:
     """The clients drawn for round `number`."""
     task = prepared.task
-    return cohort(task.recipe.cohort, prepared.partition.clients, task.setting.cohort, task.root, number)
+    return task.recipe.cohort.draw(prepared.partition.clients, task.setting.cohort, task.root, number)
 
 
 def config_hash(config: RunConfig) -> str:
@@ -478,12 +540,12 @@ def fingerprint_of(prepared: Prepared, state: State, clients: np.ndarray) -> str
     parts.update(
         state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes()
     )
-    for name in sorted(state.server):
-        parts.update(name.encode() + np.asarray(state.server[name]).tobytes())
+    for name, value in sorted(state.memory().items()):
+        parts.update(name.encode() + value.tobytes())
     return parts.hexdigest()
 
 
-def affordable(prepared: Prepared, ledger: Ledger, now: Round, drawn: np.ndarray) -> tuple[np.ndarray, str]:
+def affordable(prepared: Prepared, ledger: Ledger, now: Moment, drawn: np.ndarray) -> tuple[np.ndarray, str]:
     """The clients of the cohort that still have budget, and why to stop (if so)."""
     config, task = prepared.config, prepared.task
     clients = drawn
@@ -544,7 +606,7 @@ def record_round(
         if not np.isfinite(weights).all():
             stop = "the global model is no longer finite: lower learning_rate"
     store.append_line(folder / "metrics.jsonl", line)
-    if config.diagnostics:
+    if private:
         store.append_line(folder / "private.jsonl", {"round": state.round, "private": True, **private})
     if on_round:
         on_round(RoundFacts(state.round, config.rounds, line, private, state))

@@ -1,8 +1,8 @@
 """One federated round as functions of plain values. Simulation and deployment call the same ones.
 
-    moment   = moment_of(task, state)             schedules at this round
+    moment   = moment_of(task, state)             schedules and memories at this round
     plan     = plan_of(task, moment, client)      what a client does
-    uploads  = client_updates(task, state, …)     train, then sanitise at the client
+    uploads  = uploads_of(task, moment, …)        what leaves after training, clipped and noised
     state    = merge(task, state, moment, uploads) at the server
 
 State is one plain value; a checkpoint is that value.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import nn
@@ -21,25 +21,74 @@ from torch import nn
 from fedveil.errors import UserError
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
-from fedveil.privacy.schedules import Schedule
-from fedveil.protect import adaclip, aggregate, channel, connectivity, ldp, noise, udp
-from fedveil.protect.batches import batches
-from fedveil.protect.promise import Round, Setting
-from fedveil.protect.recipe import Recipe, spacing, step_width
+from fedveil.protect import channel, ldp, noise, udp
+from fedveil.protect.aggregate import Mean, Merged, Momentum
+from fedveil.protect.clip import Seen, Time, values_of
+from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
+from fedveil.protect.noised import Noised
+from fedveil.protect.place import InSum, Reports
+from fedveil.protect.recipe import Recipe, spacing
+from fedveil.protect.setting import Moment, Setting
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult, LossKind
 from fedveil.training.evaluate import evaluate
 from fedveil.training.optimisers import SGD, Optimiser
 
-Arrays = Mapping[str, np.ndarray]
+
+@dataclass(frozen=True)
+class Ranges(Memory):
+    """The public ranges of two-valued reports, one per layer."""
+
+    centre: np.ndarray | None = None
+    radius: np.ndarray | None = None
+    BROADCAST: ClassVar[tuple[str, ...]] = ("centre", "radius")
+
+
+@dataclass(frozen=True)
+class Anchor(Memory):
+    """The model that clients are pulled towards (UDP-FL)."""
+
+    weights: np.ndarray | None = None
+    BROADCAST: ClassVar[tuple[str, ...]] = ("weights",)
+
+
+@dataclass(frozen=True)
+class Averaged(Memory):
+    """The sum of the last rounds' models, and how many they are."""
+
+    total: np.ndarray | None = None
+    count: int = 0
+
+
+MEMORIES = ("clip", "aggregate", "mover", "reports", "anchor", "average")
 
 
 @dataclass(frozen=True)
 class State:
-    """Weights, rounds done, and what is remembered between rounds (per-client entries are stored lazily)."""
+    """Weights, rounds done, and what each part remembers between rounds. A checkpoint is this value."""
 
     weights: np.ndarray
     round: int = 0
-    server: Arrays = field(default_factory=dict)
+    clip: Memory = NOTHING
+    aggregate: Memory = NOTHING
+    mover: Memory = NOTHING
+    reports: Memory = NOTHING
+    anchor: Memory = Anchor()
+    average: Memory = Averaged()
+
+    def memory(self) -> dict[str, np.ndarray]:
+        """All memories as named arrays."""
+        return {k: v for name in MEMORIES for k, v in to_arrays(getattr(self, name), name).items()}
+
+    def restored(self, arrays: Mapping[str, np.ndarray]) -> State:
+        """This state with the memories that `arrays` holds."""
+        known = [name for name in arrays if name.partition(".")[0] not in MEMORIES]
+        if known:
+            raise UserError(f"'{known[0]}' is not a memory of a run ({', '.join(MEMORIES)})")
+        return replace(self, **{name: from_arrays(getattr(self, name), arrays, name) for name in MEMORIES})
+
+    def broadcast(self, client: int) -> dict[str, np.ndarray]:
+        """What one client of the coming round gets beside the weights."""
+        return {k: v for name in MEMORIES for k, v in broadcast(getattr(self, name), name, client).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,50 +119,47 @@ class Task:
     curve: Literal["polygon", "bezier"] = "polygon"
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
 
+    @property
+    def mover(self) -> Mean:
+        """Who takes the server's step."""
+        return Momentum(beta=self.server_momentum) if self.server_momentum else Mean()
+
+
+def blank(recipe: Recipe, size: int, rounds: int, mover: Mean = Mean()) -> State:
+    """A state without weights, with the kinds of memories that a recipe's parts keep."""
+    reports = Ranges() if isinstance(recipe.place, Reports) else NOTHING
+    return State(
+        np.zeros(0, np.float32),
+        clip=recipe.clip.rule.start(recipe.clip, size, rounds),
+        aggregate=recipe.aggregate.init(size),
+        mover=mover.init(size),
+        reports=reports,
+    )
+
 
 def start(task: Task, weights: np.ndarray) -> State:
     """The state before the first round."""
-    server: dict[str, np.ndarray] = {}
-    clip = task.recipe.clip
-    if clip.rule == "quantile":
-        server["bound"] = np.array(clip.bound.value(0, task.setting.rounds))
-    if clip.rule == "adaclip":
-        begun = adaclip.first(clip.bound.value(0, task.setting.rounds), task.layout.size)
-        server["adaclip_mean"], server["adaclip_variance"] = begun.mean, begun.square
-    if task.recipe.mechanism == "two-valued":
-        first = (
-            ldp.model_ranges(weights, task.layout)
-            if task.recipe.prior == "model"
-            else ldp.fixed_ranges(task.layout, task.recipe.radius)
-        )
-        server["range_centre"], server["range_radius"] = np.array(first.centre), np.array(first.radius)
-    return State(weights.astype(np.float32), 0, server)
+    recipe = task.recipe
+    state = blank(recipe, task.layout.size, task.setting.rounds, task.mover)
+    if isinstance(recipe.place, Reports):
+        from_model = recipe.ranges.prior == "model"
+        first = ldp.model_ranges(weights, task.layout) if from_model else ldp.fixed_ranges(task.layout, recipe.ranges.radius)
+        state = replace(state, reports=Ranges(np.array(first.centre), np.array(first.radius)))
+    return replace(state, weights=weights.astype(np.float32))
 
 
-def values_of(schedule: Schedule, index: int, rounds: int, steps: int) -> tuple[float, ...]:
-    """One value per local step of round `index` (0-based)."""
-    if schedule.by == "iteration":
-        return tuple(schedule.value(index * steps + step, rounds * steps) for step in range(steps))
-    return (schedule.value(index, rounds),) * steps
-
-
-def moment_of(task: Task, state: State) -> Round:
+def moment_of(task: Task, state: State) -> Moment:
     """Bounds and noise multipliers of the coming round, one per local step."""
-    recipe, steps, rounds = task.recipe, task.setting.steps, task.setting.rounds
-    index = state.round
-    if recipe.clip.rule == "quantile":
-        bounds: tuple[float, ...] = (float(state.server["bound"]),) * steps
-    elif recipe.clip.rule == "adaclip":
-        bounds = (1.0,) * steps
-    else:
-        bounds = values_of(recipe.clip.bound, index, rounds, steps)
+    recipe, setting, index = task.recipe, task.setting, state.round
+    time = Time(index, setting.rounds, setting.steps)
+    bounds = recipe.clip.rule.bounds(recipe.clip, state.clip, time)
     if task.fixed_variance is not None:
         sigmas = tuple(task.fixed_variance / bound for bound in bounds)
     else:
-        sigmas = values_of(recipe.sigma, index, rounds, steps)
+        sigmas = values_of(recipe.sigma, index, setting.rounds, setting.steps)
     # Only a number of reports that is sure to arrive hides one among them.
-    sure = recipe.cohort != "poisson" and task.message_loss == 0 and not task.own_epsilon
-    return Round(index + 1, bounds, sigmas, recipe.epsilon, round(task.setting.cohort) if sure else 1)
+    sure = not recipe.cohort.random_size and task.message_loss == 0 and not task.own_epsilon
+    return Moment(index + 1, bounds, sigmas, recipe.epsilon, round(setting.cohort) if sure else 1)
 
 
 def learning_rate_of(task: Task, index: int) -> float:
@@ -129,14 +175,30 @@ def recipe_of(task: Task, client: int) -> Recipe:
     return task.own[client][0] if client in task.own else task.recipe
 
 
-def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
+def own_moment(task: Task, now: Moment, client: int) -> Moment:
+    """The round with the client's own noise multiplier, where it has one."""
+    if client not in task.own:
+        return now
+    return replace(now, sigmas=(task.own[client][1],) * len(now.sigmas))
+
+
+def noised_of(task: Task, now: Moment, client: int, size: int) -> tuple[Noised, ...]:
+    """The noise of the client's round, on the spacing that the round really uses: one value per step, or one."""
+    recipe, moment = recipe_of(task, client), own_moment(task, now, client)
+    grid = spacing(recipe, moment.bounds, moment.sigmas)
+    return tuple(replace(one, grid=grid) for one in recipe.place.noised(recipe, task.setting, moment, size))
+
+
+def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
     """The local plan of one client: the recipe's parts with this round's values."""
     recipe, steps = recipe_of(task, client), task.setting.steps
-    batch = float(size if recipe.sampling == "full" else min(task.setting.batch, size))
+    now = own_moment(task, now, client)
+    clip, layers = recipe.clip, task.layout.layers
+    grid = spacing(recipe, now.bounds, now.sigmas)
     common: dict[str, Any] = {
         "steps": steps,
         "learning_rate": learning_rate_of(task, now.number - 1),
-        "expected_batch": batch,
+        "expected_batch": recipe.batches.constant(min(task.setting.batch, size), size),
         "momentum": task.momentum,
         "optimiser": task.optimiser,
         "loss": task.loss,
@@ -145,76 +207,63 @@ def plan_of(task: Task, now: Round, client: int, size: int) -> LocalPlan:
     if recipe.heterogeneity and task.own_epsilon:
         largest = max(task.own_epsilon.values())
         common["penalty"] = (largest - task.own_epsilon.get(client, largest)) / largest
-    sigmas = (task.own[client][1],) * steps if client in task.own else now.sigmas
-    bounds = now.bounds
-    grid = spacing(recipe, bounds, sigmas)
-    if recipe.where not in ("step", "sum"):
+    if recipe.place.target != "gradient" or not recipe.private:
         return LocalPlan(**common)
-    if recipe.clip.kind == "layer" and recipe.clip.split:
-        layers = math.sqrt(task.layout.layers)
-        bounds, sigmas = tuple(b / layers for b in bounds), tuple(s * layers for s in sigmas)
     common.update(
-        clip=recipe.clip.kind,
-        clip_norm=recipe.clip.norm,
-        bounds=bounds,
-        bound_rule="median" if recipe.clip.rule == "median" else "given",
-        sensitivity=recipe.sensitivity,
+        clip=clip.kind,
+        clip_norm=clip.norm,
+        bounds=tuple(clip.piece(bound, layers) for bound in now.bounds),
+        bound_rule="median" if clip.rule.batch else "given",
+        sensitivity="l2-max" if recipe.scale.batch else "bound",
     )
-    if recipe.where == "sum":
+    if not recipe.place.in_steps:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD})
-    common.update(noise=recipe.mechanism, multipliers=sigmas, noise_on=recipe.noise_on, grid=grid)
-    if recipe.mechanism == "staircase":
-        common["width"] = step_width(recipe, task.layout.size)
+    assert recipe.law is not None
+    multipliers = tuple(s * b / clip.piece(b, layers) for s, b in zip(now.sigmas, now.bounds, strict=True))
+    common.update(
+        noise=recipe.law.kernel, multipliers=multipliers, noise_on=recipe.noise_on.name, grid=grid,
+        nu=getattr(recipe.law, "nu", None), width=recipe.law.width_of(task.layout.size),
+    )  # fmt: skip
     return LocalPlan(**common)
 
 
-def work_of(task: Task, state: State, now: Round, client: int) -> ClientWork:
+def work_of(task: Task, state: State, now: Moment, client: int) -> ClientWork:
     """The client's rows for every step, its noise key and its vectors."""
     recipe, rows = recipe_of(task, client), np.asarray(task.rows(client))
-    kind = (
-        recipe.sampling
-        if recipe.private
-        else ("partition" if recipe.sampling == "poisson" else recipe.sampling)
-    )
-    vectors: dict[str, np.ndarray] = {}
-    if recipe.aggregate == "scaffold":
-        vectors["control"] = aggregate.scaffold_control(state.server, client, task.layout.size)
-    if recipe.heterogeneity and "anchor" in state.server:
-        vectors["anchor"] = state.server["anchor"]
-    if recipe.clip.rule == "adaclip":
-        vectors["shift"] = state.server["adaclip_mean"]
-        vectors["scale"] = adaclip.scale(adaclip_memory(state))
+    batches = recipe.batches.plain if not recipe.private else recipe.batches
+    vectors = dict(recipe.clip.rule.vectors(state.clip))
+    control = recipe.aggregate.control(state.aggregate, client, task.layout.size)
+    if control is not None:
+        vectors["control"] = control
+    anchor = state.anchor.weights if isinstance(state.anchor, Anchor) else None
+    if recipe.heterogeneity and anchor is not None:
+        vectors["anchor"] = anchor
     return ClientWork(
         client=client,
-        rows=batches(kind, rows, task.setting.batch, task.setting.steps, task.root, now.number, client),
+        rows=batches.draw(rows, task.setting.batch, task.setting.steps, task.root, now.number, client),
         noise_key=derive(task.root, "noise", now.number, client)[:16],
         **vectors,
     )
 
 
-def adaclip_memory(state: State) -> adaclip.Memory:
-    """AdaClip's mean and squared deviation of the noised gradients so far."""
-    return adaclip.Memory(state.server["adaclip_mean"], state.server["adaclip_variance"])
-
-
-def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool = True) -> dict[str, float]:
+def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool = True) -> dict[str, float]:
     """The l1 error that a round's noise puts into one client's update: expected for the sum of its steps, the
     papers' bound (steps times one step), and with `measure` what this client's noise really was (private).
 
     Empty where the noise is not in the steps, differs from step to step, or is scaled by the data. Control
     variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch.
     """
+    recipe = recipe_of(task, client)
     plan = plan_of(task, now, client, size)
-    if plan.noise == "none":
+    values = noised_of(task, now, client, size) if recipe.place.in_steps else ()
+    if len(set(values)) != 1 or recipe.noise_on.name != "sum" or recipe.clip.rule.rescales:
         return {}
-    plain = plan.sensitivity == "bound" and plan.bound_rule == "given"
-    same = len(set(plan.multipliers)) == 1 and len(set(plan.bounds)) == 1
-    if not (plain and same and plan.noise_on == "sum" and task.recipe.clip.rule != "adaclip"):
-        return {}
-    if not (plan.multipliers[0] > 0 and math.isfinite(plan.bounds[0])):
+    one = values[0]
+    if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
         return {}
     factor = plan.learning_rate / plan.expected_batch
+    assert plan.noise != "none"
     told = udp.expected_l1(
         plan.noise,
         plan.multipliers[0] / plan.width,
@@ -226,12 +275,10 @@ def noise_errors(task: Task, now: Round, client: int, size: int, measure: bool =
     errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
-        work = ClientWork(client, np.zeros((plan.steps, 0), np.int32), key)
         total = np.zeros(task.layout.size)
         for step in range(plan.steps):
-            one = noise.noised_sum(plan, work, step, 0, np.zeros(total.size, np.float32), plan.bounds[0])
-            total += one.astype(np.float64) / plan.bounds[0]
-        errors["measured_l1"] = factor * plan.bounds[0] * float(np.abs(total).sum())
+            total += one.add(np.zeros(total.size), key, step)
+        errors["measured_l1"] = factor * float(np.abs(total).sum())
     return errors
 
 
@@ -246,7 +293,7 @@ class Upload:
 
 
 def uploads_of(
-    task: Task, now: Round, state: State, clients: Sequence[int], result: LocalResult
+    task: Task, now: Moment, state: State, clients: Sequence[int], result: LocalResult
 ) -> Iterator[Upload]:
     """Sanitise what the engine returned, one client after the other.
 
@@ -255,95 +302,57 @@ def uploads_of(
     """
     for k, client in enumerate(clients):
         recipe = recipe_of(task, client)
-        if not result.finite[k] and recipe.where in ("nowhere", "step"):
+        if not result.finite[k] and recipe.place.shows_divergence:
             continue
-        if recipe.mechanism == "two-valued":
+        if isinstance(recipe.place, Reports):
             key = derive(task.root, "two-valued", now.number, client)
             bits = ldp.encode(
                 state.weights + result.delta[k], ranges_of(state), float(now.epsilon or 0), task.layout, key
             )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
-        moment = _own_moment(task, now, client)
-        update = sanitise_update(task, moment, recipe, result.delta[k], client, state.weights)
-        below = None
-        if recipe.clip.rule == "quantile":
-            pairs = task.setting.batch * task.setting.steps
-            half = (float(result.unclipped[k]) - 0.5) * float(result.examples[k])
-            key = derive(task.root, "count", now.number, client)[:16]
-            spread = recipe.clip.count_noise * math.sqrt(task.setting.steps)
-            if recipe.grid:
-                # Counts are multiples of half a layer's share: on a grid that contains these nothing is rounded.
-                fine = 2.0**-21 / task.layout.layers
-                noised = float(noise.snapped_sum(np.array([half]), fine, spread, key)[0])
-            else:
-                noised = half + spread * float(noise.normals(key, 0, 1)[0])
-            below = 0.5 + noised / pairs
+        update = sanitise_update(task, now, result.delta[k], client, state.weights)
+        half = (float(result.unclipped[k]) - 0.5) * float(result.examples[k])
+        key = derive(task.root, "count", now.number, client)[:16]
+        steps, exact = task.setting.steps, bool(recipe.fineness)
+        noised = recipe.clip.rule.count(half, steps, task.layout.layers, key, exact)
+        below = None if noised is None else 0.5 + noised / (task.setting.batch * steps)
         yield Upload(client, update, below)
 
 
-def _noised(total: np.ndarray, deviation: float, grid: float, key: bytes) -> np.ndarray:
-    """`total` with Gaussian noise of this deviation, discrete if there is a grid."""
-    if grid > 0:
-        return noise.snapped_sum(total, grid, deviation, key)
-    return total + deviation * noise.normals(key, 0, total.size)
-
-
-def noised_update(recipe: Recipe, now: Round, update: np.ndarray, key: bytes) -> np.ndarray:
-    """A clipped update (or, without a clip, any) with the recipe's noise of scale sigma * bound, float32."""
-    scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
-    if recipe.grid:
-        return _noised(update, scale, spacing(recipe, now.bounds, now.sigmas), key).astype(np.float32)
-    return update + np.float32(scale) * noise.normals(key, 0, update.size)
-
-
-def _own_moment(task: Task, now: Round, client: int) -> Round:
-    """The round with the client's own noise multiplier, where it has one."""
-    if client not in task.own:
-        return now
-    return replace(now, sigmas=(task.own[client][1],) * len(now.sigmas))
-
-
 def sanitise_update(
-    task: Task,
-    now: Round,
-    recipe: Recipe,
-    update: np.ndarray,
-    client: int,
-    start: np.ndarray | None = None,
+    task: Task, now: Moment, update: np.ndarray, client: int, start: np.ndarray | None = None
 ) -> np.ndarray:
     """What a client does to its finished update before it leaves: clip, noise, prune, select.
 
     start: the weights that the client started from; needed where the bound is about the whole model.
 
-    Formal guarantee: with target = update the result has the joint bound of `promise.joint_bound` before
-    noise (clip.of = weights: start + result has it, so two results differ by at most twice the bound); with
-    where = client it carries Gaussian noise of scale sigma * bound (discrete, on the recipe's grid).
+    Formal guarantee: where updates are protected the result has the joint bound of `Clip.joint` before noise (clip.of =
+    weights: start + result has it, so two results differ by at most twice the bound); where the noise is the client's it
+    is that of `AtClient.noised`.
     """
+    recipe = recipe_of(task, client)
     if recipe.clip.of == "weights":
         if start is None:
             raise ValueError("clip.of = weights needs the start weights")
         # In float64: beside large weights float32 would round by more than the bound allows.
         wide = start.astype(np.float64)
         update = clip_update(wide + update, now.bounds[0], recipe, task.layout) - wide
-    elif recipe.target == "update" and recipe.clip.kind != "none":
+    elif recipe.place.target == "update" and recipe.clip.bounded:
         update = clip_update(update, now.bounds[0], recipe, task.layout)
-    if recipe.where == "client":
-        update = noised_update(
-            recipe, now, update, derive(task.root, "upload-noise", now.number, client)[:16]
-        )
-    if recipe.prune > 0:
-        update = drop_smallest(update, recipe.prune)
-    if recipe.share < 1:
-        update = share_some(update, recipe, generator(task.root, "share", now.number, client))
-    return update.astype(np.float32, copy=False)
+    if recipe.place.own_noise and not recipe.place.in_steps:
+        (noised,) = noised_of(task, now, client, 1)
+        key = derive(task.root, "upload-noise", now.number, client)[:16]
+        update = noised.add(update, key)
+    draw = generator(task.root, "share", now.number, client) if recipe.thin.share < 1 else None
+    return recipe.thin.of(np.asarray(update, np.float32), draw)
 
 
 def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout) -> np.ndarray:
     """The update scaled into the bound, flat or layer by layer."""
     update = update.copy()
     pieces = layout.layer_slices() if recipe.clip.kind == "layer" else (slice(None),)
-    limit = bound / math.sqrt(len(pieces)) if recipe.clip.split else bound
+    limit = recipe.clip.piece(bound, len(pieces))
     for piece in pieces:
         norm = float(np.linalg.norm(update[piece].astype(np.float64)))
         if norm > limit:
@@ -352,131 +361,129 @@ def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout
     return update
 
 
-def drop_smallest(update: np.ndarray, fraction: float) -> np.ndarray:
-    """Zero the given fraction of coordinates with the smallest magnitude."""
-    count = int(fraction * update.size)
-    if count == 0:
-        return update
-    out = update.copy()
-    out[np.argpartition(np.abs(update), count - 1)[:count]] = 0
-    return out
-
-
-def share_some(update: np.ndarray, recipe: Recipe, draw: np.random.Generator) -> np.ndarray:
-    """DSSGD: a random subset, `share` of all coordinates, of those above the threshold."""
-    large = np.flatnonzero(np.abs(update) > recipe.share_threshold)
-    count = min(len(large), int(recipe.share * update.size))
-    out = np.zeros_like(update)
-    kept = draw.choice(large, count, replace=False) if count else large[:0]
-    out[kept] = update[kept]
-    return out
-
-
-def shuffled(task: Task, now: Round, uploads: Iterator[Upload]) -> Iterator[Upload] | list[Upload]:
-    """What the server gets of whole updates: with channel = shuffle-models in a random order and without names.
+def shuffled(task: Task, now: Moment, uploads: Iterator[Upload]) -> Iterator[Upload] | list[Upload]:
+    """What the server gets of whole updates: where senders are hidden, in a random order and without names.
 
     Formal guarantee: none of its own. The order depends on the key only; updates with Gaussian or other noise that
     is not pure local privacy, or that can be recognised by their content, gain nothing that could be claimed.
     """
-    if task.recipe.channel != "shuffle-models" or task.recipe.mechanism == "two-valued":
+    if not task.recipe.channel.hides_senders or isinstance(task.recipe.place, Reports):
         return uploads
     everyone = list(uploads)
     order = channel.model_order(len(everyone), derive(task.root, "delays", now.number)) if everyone else []
     return [replace(everyone[k], client=-1) for k in order]
 
 
+@dataclass
+class _Collected:
+    """The uploads of a round, summed in the order given, in float64."""
+
+    total: np.ndarray
+    count: int = 0
+    kept: list[Upload] = field(default_factory=list)
+    belows: list[float] = field(default_factory=list)
+    anchor: np.ndarray | None = None
+
+
+def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Upload]) -> _Collected:
+    recipe = task.recipe
+    weakest = max(task.own_epsilon, key=lambda c: task.own_epsilon[c]) if task.own_epsilon else None
+    found = _Collected(np.zeros(task.layout.size))
+    for upload in uploads:
+        found.count += 1
+        found.total += upload.update
+        if upload.below is not None:
+            found.belows.append(upload.below)
+        if recipe.aggregate.looks_inside:
+            found.kept.append(upload)
+        if recipe.heterogeneity and upload.client == weakest:
+            found.anchor = (state.weights + upload.update).astype(np.float32)
+    return found
+
+
 def merge(
-    task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]
+    task: Task, state: State, now: Moment, uploads: Iterator[Upload] | Sequence[Upload]
 ) -> tuple[State, dict[str, Any]]:
     """The server's side of a round: sum, noise if it is the server's, step, memories.
 
     Returns the next state and public facts (number of uploads and the like). Uploads are added in the order
     given, in float64, so that the result does not depend on how they were computed.
     """
-    recipe, setting = task.recipe, task.setting
-    if recipe.mechanism == "two-valued":
-        return _finish(task, state, now, *merge_bits(task, state, now, uploads))
-    collect = recipe.aggregate in ("fedmed", "connectivity", "scaffold")
-    total = np.zeros(task.layout.size)
-    kept: list[Upload] = []
-    belows: list[float] = []
-    server: dict[str, np.ndarray] = {}
-    count = 0
-    weakest = max(task.own_epsilon, key=lambda c: task.own_epsilon[c]) if task.own_epsilon else None
-    for upload in uploads:
-        count += 1
-        total += upload.update
-        if upload.below is not None:
-            belows.append(upload.below)
-        if collect:
-            kept.append(upload)
-        if recipe.heterogeneity and upload.client == weakest:
-            server["anchor"] = (state.weights + upload.update).astype(np.float32)
-    facts: dict[str, Any] = {"uploads": count}
-    if count == 0 and recipe.where not in ("server", "sum"):
-        return _finish(task, state, now, state.weights, server, facts)
-    key, grid = derive(task.root, "server-noise", now.number)[:16], spacing(recipe, now.bounds, now.sigmas)
-    if recipe.where == "server":
-        scale = (
-            now.sigmas[0]
-            * now.bounds[0]
-            * {"sum": 1.0, "mean": setting.cohort, "example": math.sqrt(setting.cohort)}[recipe.noise_on]
-        )
-        mean = _noised(total, scale, grid, key) / setting.cohort
-    elif recipe.where == "sum":
-        everyone = setting.batch * setting.clients if recipe.sampling != "full" else float(setting.examples)
-        scale = now.sigmas[0] * now.bounds[0] * (everyone if recipe.noise_on == "mean" else 1.0)
-        mean = _noised(total, scale, grid, key) / everyone * learning_rate_of(task, state.round)
+    recipe = task.recipe
+    if isinstance(recipe.place, Reports):
+        return merge_reports(task, state, now, uploads)
+    found = _collect(task, state, uploads)
+    facts: dict[str, Any] = {"uploads": found.count}
+    if found.anchor is not None:
+        state = replace(state, anchor=Anchor(found.anchor))
+    if found.count == 0 and recipe.place.open_uploads:
+        return _finish(task, state, now, state.weights, facts)
+    mean = _mean(task, state, now, found)
+    merged = _merged(task, state, now, mean, found.kept)
+    direction, memory, more = recipe.aggregate.direction(state.aggregate, merged)
+    facts |= more
+    if task.server_momentum:
+        weights, mover = task.mover.move(state.mover, state.weights, direction, task.server_learning_rate)
+        state = replace(state, aggregate=memory, mover=mover)
     else:
-        mean = total / count
-    memory: Arrays = {
-        k: v
-        for k, v in state.server.items()
-        if k in ("momentum", "first", "second") or k.startswith("control")
-    }
-    if recipe.aggregate == "connectivity" and len(kept) > 1:
-        mean, facts["paths"] = _connect(task, state, now, kept)
-    elif recipe.aggregate == "fedmed":
-        losses, facts["adaptive"] = _mediation(task, state)
-        server["public_losses"] = losses
-        if facts["adaptive"]:
-            mean = aggregate.fedmed_mean(state.weights, np.stack([u.update for u in kept]), task.layout)
-    elif recipe.aggregate == "scaffold":
-        mean, memory = aggregate.scaffold_states(
-            memory,
-            np.stack([u.update for u in kept]),
-            [u.client for u in kept],
-            population=setting.clients,
-            steps=setting.steps,
-            learning_rate=learning_rate_of(task, state.round),
-        )
-    weights, memory = aggregate.step(
-        "momentum" if task.server_momentum else recipe.aggregate,
-        memory,
-        state.weights,
-        mean,
-        server_rate=task.server_learning_rate,
-        beta1=task.server_momentum or 0.9,
+        weights, memory = recipe.aggregate.move(memory, state.weights, direction, task.server_learning_rate)
+        state = replace(state, aggregate=memory)
+    clip, more = recipe.clip.rule.next(state.clip, _seen(task, state, now, direction, found))
+    return _finish(task, replace(state, clip=clip), now, weights, facts | more)
+
+
+def _mean(task: Task, state: State, now: Moment, found: _Collected) -> np.ndarray:
+    """The mean of the uploads; where the noise is the sum's, with that noise and over a constant number."""
+    recipe, setting = task.recipe, task.setting
+    if recipe.place.open_uploads:
+        return found.total / found.count
+    (noised,) = noised_of(task, now, -1, setting.examples)
+    total = noised.add(found.total, derive(task.root, "server-noise", now.number)[:16])
+    if isinstance(recipe.place, InSum):
+        return total / recipe.place.everyone(recipe, setting) * learning_rate_of(task, state.round)
+    return total / setting.cohort
+
+
+def _merged(task: Task, state: State, now: Moment, mean: np.ndarray, kept: Sequence[Upload]) -> Merged:
+    def public_loss(weights: np.ndarray) -> float | None:
+        assert task.public is not None
+        return evaluate(task.module, weights, *task.public, task.loss)["loss"]
+
+    return Merged(
+        start=state.weights,
+        mean=mean,
+        layout=task.layout,
+        population=task.setting.clients,
+        steps=task.setting.steps,
+        learning_rate=learning_rate_of(task, state.round),
+        number=now.number,
+        updates=[upload.update for upload in kept],
+        clients=[upload.client for upload in kept],
+        public_loss=None if task.public is None else public_loss,
+        public=task.public,
+        module=task.module,
+        loss=task.loss,
+        curve=task.curve,
+        seed=task.seed,
     )
-    server.update(memory)
-    if recipe.clip.rule == "quantile" and belows:
-        rate, goal = recipe.clip.quantile_rate, recipe.clip.quantile
-        share = float(np.clip(np.mean(belows), 0, 1))
-        bound = float(state.server["bound"]) * math.exp(-rate * (share - goal))
-        server["bound"] = np.array(min(max(bound, 1e-4), 1e4))
-        facts["below"] = share
-    if recipe.clip.rule == "adaclip":
-        gradient = -mean / (learning_rate_of(task, state.round) * setting.steps)
-        factor = {"sum": 1 / setting.batch, "mean": 1.0, "example": setting.batch**-0.5}[recipe.noise_on]
-        old = adaclip_memory(state)
-        new = adaclip.follow(old, gradient, adaclip.mean_noise(old, now.sigmas, factor, count))
-        server["adaclip_mean"], server["adaclip_variance"] = new.mean, new.square
-    return _finish(task, state, now, weights, server, facts)
 
 
-def merge_bits(
-    task: Task, state: State, now: Round, uploads: Iterator[Upload] | Sequence[Upload]
-) -> tuple[np.ndarray, Arrays, dict[str, Any]]:
+def _seen(task: Task, state: State, now: Moment, mean: np.ndarray, found: _Collected) -> Seen:
+    """A finished round as the clip's rule may see it."""
+    rule, setting = task.recipe.clip.rule, task.setting
+    deviation = 0.0
+    if rule.rescales and found.count:
+        size = max(int(setting.batch) + 1, setting.examples)
+        batch = task.recipe.batches.constant(setting.batch, size)
+        each = [one.scale / batch for one in noised_of(task, now, -1, size)]
+        deviation = math.sqrt(sum(s * s for s in each) / len(each) / (len(each) * found.count))
+    gradient = -mean / (learning_rate_of(task, state.round) * setting.steps)
+    return Seen(gradient, found.belows, deviation)
+
+
+def merge_reports(
+    task: Task, state: State, now: Moment, uploads: Iterator[Upload] | Sequence[Upload]
+) -> tuple[State, dict[str, Any]]:
     """LDP-FL: average the two-valued reports per weight over the channel that the recipe names; new ranges.
 
     Everything here is post-processing of the reports.
@@ -484,110 +491,62 @@ def merge_bits(
     packed = [upload.bits for upload in uploads if upload.bits is not None]
     facts: dict[str, Any] = {"uploads": len(packed)}
     if not packed:
-        return state.weights, {}, facts
+        return _finish(task, state, now, state.weights, facts)
     tally = channel.deliver(
-        task.recipe.channel,
+        task.recipe.channel.name,
         np.stack(packed),
         task.layout.size,
         derive(task.root, "delays", now.number),
         loss=task.message_loss,
     )
-    weights, memory, more = _average_reports(task, state, now, tally)
-    return weights, memory, facts | more
+    following, more = merge_tally(task, state, now, tally)
+    return following, facts | more
 
 
-def merge_tally(task: Task, state: State, now: Round, tally: channel.Tally) -> tuple[State, dict[str, Any]]:
-    """LDP-FL where a shuffler of its own delivered the reports: the server's side of the round."""
-    weights, memory, facts = _average_reports(task, state, now, tally)
-    return _finish(task, state, now, weights, memory, facts)
-
-
-def _average_reports(
-    task: Task, state: State, now: Round, tally: channel.Tally
-) -> tuple[np.ndarray, Arrays, dict[str, Any]]:
-    epsilon = float(now.epsilon or 0)
-    average = channel.average(tally, ranges_of(state), epsilon, task.layout, state.weights)
+def merge_tally(task: Task, state: State, now: Moment, tally: channel.Tally) -> tuple[State, dict[str, Any]]:
+    """LDP-FL: the server's side of a round whose reports were delivered, by our channel or by a shuffler of its own."""
+    epsilon, ranges = float(now.epsilon or 0), ranges_of(state)
+    average = channel.average(tally, ranges, epsilon, task.layout, state.weights)
     facts: dict[str, Any] = {
         "bytes_up": tally.payload_bytes,
         "messages": tally.sent,
         "dropped": tally.dropped,
         "late": tally.late,
+        "radius": [float(r) for r in ranges.radius],
     }
-    memory: dict[str, np.ndarray] = {}
-    facts["radius"] = [float(r) for r in state.server["range_radius"]]
-    if task.recipe.ranges == "adaptive":
-        spread = ldp.average_variance(average, ranges_of(state), epsilon, task.layout, tally.arrived)
-        new = ldp.adaptive_ranges(average, task.layout, rule=task.recipe.adapt, noise_variance=spread)
-        memory = {"range_centre": np.array(new.centre), "range_radius": np.array(new.radius)}
-    return average.astype(np.float32), memory, facts
+    if task.recipe.ranges.adaptive:
+        spread = ldp.average_variance(average, ranges, epsilon, task.layout, tally.arrived)
+        new = ldp.adaptive_ranges(average, task.layout, rule=task.recipe.ranges.adapt, noise_variance=spread)
+        state = replace(state, reports=Ranges(np.array(new.centre), np.array(new.radius)))
+    return _finish(task, state, now, average.astype(np.float32), facts)
 
 
 def ranges_of(state: State) -> ldp.Ranges:
     """The public ranges of the coming round."""
+    memory = state.reports
+    assert isinstance(memory, Ranges) and memory.centre is not None and memory.radius is not None
     source = "server-average" if state.round else "agreed"
-    return ldp.Ranges(
-        tuple(state.server["range_centre"].tolist()), tuple(state.server["range_radius"].tolist()), source
-    )
-
-
-def _mediation(task: Task, state: State) -> tuple[np.ndarray, bool]:
-    """FedMed's switch: the last two public losses of the global model, and whether to weigh adaptively.
-
-    Without public data there is no loss to look at, and the weighting is always adaptive."""
-    before = state.server.get("public_losses", np.zeros(0))
-    if task.public is None:
-        return before, True
-    loss = evaluate(task.module, state.weights, *task.public, task.loss)["loss"]
-    losses = np.append(before[-1:], math.inf if loss is None else loss)
-    return losses, aggregate.mediate(losses.tolist())
-
-
-def _connect(task: Task, state: State, now: Round, kept: list[Upload]) -> tuple[np.ndarray, Any]:
-    """Mode connectivity on the (already noised) client models, with the server's public data."""
-    if task.public is None:
-        raise UserError(
-            "aggregate = connectivity needs public data at the server: set validation = 0.1 or more"
-        )
-    models = state.weights + np.stack([upload.update for upload in kept])
-    found = connectivity.merge(
-        models,
-        task.module,
-        task.layout,
-        *task.public,
-        derive(task.seed, "connectivity", now.number),
-        connectivity.Search(curve=task.curve),
-        loss=task.loss,
-    )
-    paths = [
-        {
-            "level": r.level,
-            "pair": list(r.pair),
-            "straight": r.straight.tolist(),
-            "trained": r.trained.tolist(),
-            "steps": r.steps,
-        }
-        for r in found.paths
-    ]
-    return found.weights.astype(np.float64) - state.weights, paths
+    return ldp.Ranges(tuple(memory.centre.tolist()), tuple(memory.radius.tolist()), source)
 
 
 def _finish(
-    task: Task, state: State, now: Round, weights: np.ndarray, memory: Arrays, facts: dict[str, Any]
+    task: Task, state: State, now: Moment, weights: np.ndarray, facts: dict[str, Any]
 ) -> tuple[State, dict[str, Any]]:
-    server = {**state.server, **memory}
     done = state.round + 1
     if task.recipe.downlink_sigma > 0:
         key = derive(task.root, "downlink", now.number)[:16]
         spread = np.float32(task.recipe.downlink_sigma * now.bounds[0])
         weights = weights + spread * noise.normals(key, 0, weights.size)
     if task.average > 0 and done > math.floor(task.setting.rounds * (1 - task.average)):
-        server["average_sum"] = state.server.get("average_sum", np.zeros(weights.size)) + weights
-        server["average_count"] = state.server.get("average_count", np.zeros(1)) + 1
-    return State(weights.astype(np.float32), done, server), facts
+        before = state.average if isinstance(state.average, Averaged) else Averaged()
+        total = (0.0 if before.total is None else before.total) + weights.astype(np.float64)
+        state = replace(state, average=Averaged(total, before.count + 1))
+    return replace(state, weights=weights.astype(np.float32), round=done), facts
 
 
 def model_weights(state: State) -> np.ndarray:
     """The weights to use: the running average where one is kept, else the last ones."""
-    if "average_sum" in state.server:
-        return (state.server["average_sum"] / state.server["average_count"][0]).astype(np.float32)
+    average = state.average
+    if isinstance(average, Averaged) and average.total is not None:
+        return (average.total / average.count).astype(np.float32)
     return state.weights

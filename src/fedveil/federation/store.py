@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from safetensors.numpy import load, save
 
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
-from fedveil.federation.round import State
+from fedveil.federation.round import State, blank
+from fedveil.protect.aggregate import Mean, Momentum
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
 MOST_BYTES = 1 << 28  # of a JSON file that is read whole
@@ -144,9 +145,9 @@ def save_checkpoint(folder: Path, state: State, head: tuple[int, str] | None = N
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:
         raise UserError(f"cannot create {folder}: {wrong.strerror}") from None
-    arrays = {"weights": state.weights}
-    arrays.update({f"server.{name}": np.atleast_1d(value) for name, value in state.server.items()})
-    scalars = [f"server.{name}" for name, value in state.server.items() if np.ndim(value) == 0]
+    memory = state.memory()
+    arrays = {"weights": state.weights, **{name: np.atleast_1d(value) for name, value in memory.items()}}
+    scalars = [name for name, value in memory.items() if np.ndim(value) == 0]
     stem = folder / f"round-{state.round:06d}"
     blob = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
     write_atomic(stem.with_suffix(".safetensors"), blob)
@@ -195,11 +196,22 @@ def ledger_head(folder: Path) -> tuple[int, str] | None:
     return checkpoint_facts(folder, known[-1])["ledger"] if known else None
 
 
-def load_checkpoint(folder: Path, round_number: int) -> State:
-    """Read one checkpoint back; a damaged one is a clear error."""
-    stem = folder / f"round-{round_number:06d}"
+def load_checkpoint(folder: Path, round_number: int, like: State) -> State:
+    """Read one checkpoint back into a state `like` the run's first one; a damaged one is a clear error."""
+    arrays = check_checkpoint(folder, round_number)
+    weights = arrays.pop("weights")
+    try:
+        return replace(like.restored(arrays), weights=weights, round=round_number)
+    except UserError as wrong:
+        raise UserError(
+            f"the checkpoint of round {round_number} in {folder} is not one of this recipe in this version: {wrong}"
+        ) from None
+
+
+def check_checkpoint(folder: Path, round_number: int) -> dict[str, np.ndarray]:
+    """The arrays of one checkpoint by today's names, checked against its size and checksum."""
+    path = (folder / f"round-{round_number:06d}").with_suffix(".safetensors")
     facts = checkpoint_facts(folder, round_number)
-    path = stem.with_suffix(".safetensors")
     try:
         if path.stat().st_size != facts["bytes"]:
             raise ValueError("its size differs from what was written")
@@ -207,16 +219,32 @@ def load_checkpoint(folder: Path, round_number: int) -> State:
         if "sha256" in facts and hashlib.sha256(blob).hexdigest() != facts["sha256"]:
             raise ValueError("its checksum does not fit")
         arrays = load(blob)
-        server = {
-            name.removeprefix("server."): value[0] if name in facts["scalars"] else value
-            for name, value in arrays.items()
-            if name.startswith("server.")
-        }
-        return State(arrays["weights"], round_number, server)
+        if "weights" not in arrays:
+            raise ValueError("it has no weights")
+        return {_today(name): value[0] if name in facts["scalars"] else value for name, value in arrays.items()}
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as wrong:
         raise UserError(
             f"checkpoint {path} is damaged ({wrong}). Delete this round's two files to resume from the one before"
         ) from None
+
+
+# What version 0.1 called the memories.
+_BEFORE = {
+    "bound": "clip.bound", "adaclip_mean": "clip.mean", "adaclip_variance": "clip.square", "momentum": "mover.momentum",
+    "first": "aggregate.first", "second": "aggregate.second", "control": "aggregate.control",
+    "public_losses": "aggregate.losses", "range_centre": "reports.centre", "range_radius": "reports.radius",
+    "anchor": "anchor.weights", "average_sum": "average.total", "average_count": "average.count",
+}  # fmt: skip
+
+
+def _today(name: str) -> str:
+    """The name of a memory, also where a checkpoint of version 0.1 calls it otherwise."""
+    if not name.startswith("server."):
+        return name
+    own = name.removeprefix("server.")
+    if own.startswith("control/"):
+        return f"aggregate.own/{own.removeprefix('control/')}"
+    return _BEFORE.get(own, own)
 
 
 @dataclass(frozen=True)
@@ -260,7 +288,10 @@ class Run:
             raise UserError(
                 f"{self.path} has no checkpoint of round {wanted}; there are {', '.join(map(str, known))}"
             )
-        return load_checkpoint(self.path / "checkpoints", wanted)
+        recipe, config = self.config.built_recipe(), self.config
+        mover = Momentum(beta=config.server_momentum) if config.server_momentum else Mean()
+        like = blank(recipe, 1, config.rounds, mover)
+        return load_checkpoint(self.path / "checkpoints", wanted, like)
 
 
 def open_run(path: str | Path) -> Run:

@@ -15,7 +15,7 @@ round's clients is shown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from fedveil.federation.round import (
     State,
     Task,
     moment_of,
-    noised_update,
+    noised_of,
     plan_of,
     ranges_of,
     recipe_of,
@@ -37,7 +37,8 @@ from fedveil.federation.round import (
 from fedveil.keys import derive
 from fedveil.models.layout import Layout
 from fedveil.protect import ldp, noise
-from fedveil.protect.promise import Round
+from fedveil.protect.place import AtServer, Reports
+from fedveil.protect.setting import Moment
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.reference import example_gradient
 from fedveil.training.reference import train as reference_train
@@ -54,7 +55,7 @@ class Seen:
     tap: Tap
     values: np.ndarray
     plan: LocalPlan
-    moment: Round
+    moment: Moment
     noise_scale: float
 
 
@@ -81,24 +82,25 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         work = type(work)(**{**work.__dict__, "rows": np.asarray(rows, np.int32)[None, :]})
     result = reference_train(task.module, state.weights, task.x, task.y, [work], plan)
     update, scale = result.delta[0], 0.0
-    if recipe.mechanism == "two-valued" and tap != "type1":
-        others = _others(task, state, now, client) if recipe.channel == "shuffle-parameters" else {}
+    if isinstance(recipe.place, Reports) and tap != "type1":
+        others = _others(task, state, now, client) if recipe.channel.hides_reports else {}
         update, scale = _reported(task, state, now, {client: update, **others})
         return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
     if plan.noise != "none":
         scale = float(result.noise_scale[0]) * plan.learning_rate / plan.expected_batch * plan.steps**0.5
     if tap != "type1":
-        update = sanitise_update(task, now, recipe, update, client, state.weights)
-        if recipe.where == "client":
-            scale = now.sigmas[0] * (now.bounds[0] if recipe.clip.kind != "none" else 1.0)
-    if tap == "type0-sanitised" and recipe.where == "server":
-        scale = now.sigmas[0] * now.bounds[0]
-        key = derive(task.root, "server-noise", now.number)[:16]
-        update = noised_update(recipe, now, update, key)
+        update = sanitise_update(task, now, update, client, state.weights)
+        if recipe.place.own_noise and not recipe.place.in_steps:
+            scale = noised_of(task, now, client, len(own))[0].scale
+    if tap == "type0-sanitised" and isinstance(recipe.place, AtServer):
+        alone = replace(task.setting, cohort=1.0)  # the server's own noise on this one upload
+        (noised,) = noised_of(replace(task, setting=alone), now, client, len(own))
+        update = noised.add(update, derive(task.root, "server-noise", now.number)[:16]).astype(np.float32)
+        scale = noised.scale
     return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
 
 
-def _others(task: Task, state: State, now: Round, client: int) -> dict[int, np.ndarray]:
+def _others(task: Task, state: State, now: Moment, client: int) -> dict[int, np.ndarray]:
     """The updates of all other clients that may report in the round (every client, if the cohort is not full)."""
     found = {}
     for other in range(task.setting.clients):
@@ -119,7 +121,7 @@ def result_of(updates: np.ndarray) -> LocalResult:
 
 
 def _reported(
-    task: Task, state: State, now: Round, updates: dict[int, np.ndarray]
+    task: Task, state: State, now: Moment, updates: dict[int, np.ndarray]
 ) -> tuple[np.ndarray, float]:
     """The mean of the clients' two-valued reports as a change of the weights, and the deviation of its noise."""
     clients = list(updates)
@@ -136,7 +138,7 @@ def _reported(
 
 
 def _in_memory(
-    task: Task, state: State, now: Round, plan: LocalPlan, rows: np.ndarray, client: int
+    task: Task, state: State, now: Moment, plan: LocalPlan, rows: np.ndarray, client: int
 ) -> tuple[np.ndarray, float]:
     """Per-example gradients of one batch as the recipe leaves them: raw, clipped, or clipped and noised one by
     one. AdaClip's are seen in its scaled space."""
@@ -148,11 +150,11 @@ def _in_memory(
     if plan.clip == "none":
         return gradients, 0.0
     recipe = recipe_of(task, client)
-    if recipe.clip.rule == "adaclip":
+    if recipe.clip.rule.rescales:
         work = work_of(task, state, now, client)
         gradients = (gradients - work.shift) / work.scale
     clipped, largest = clip_gradients(gradients, task.layout, plan)
-    if recipe.noise_on != "example" or recipe.mechanism != "gaussian":
+    if not recipe.noise_on.for_each:
         return clipped, 0.0
     scale = plan.multipliers[0] * (plan.bounds[0] if plan.sensitivity == "bound" else largest)
     key = derive(task.root, "noise", now.number, client)[:16]

@@ -32,8 +32,6 @@ from fedveil.flower.wire import Facts
 RootOf = Callable[[RunConfig, int], "int | bytes"]
 Reply = tuple[Facts, dict[str, np.ndarray]]
 LOCK_PATIENCE = 60.0  # seconds to wait for another message of this node that holds the ledger
-VECTORS = ("anchor", "adaclip_mean", "adaclip_variance", "control")
-PER_LAYER = ("range_centre", "range_radius")
 
 
 def answer(
@@ -144,7 +142,7 @@ def play(
     disk in this node's ledger, within the owner's budget, before training starts.
     """
     from fedveil.federation.loop import train_cohort
-    from fedveil.federation.round import State, moment_of, recipe_of, uploads_of
+    from fedveil.federation.round import moment_of, recipe_of, uploads_of
     from fedveil.keys import entropy
     from fedveil.protect.promise import divergence
 
@@ -156,12 +154,12 @@ def play(
     number = facts.get("round")
     if not isinstance(number, int) or not 0 <= number < config.rounds:
         raise Refused(f"round {number!r} is not one of the {config.rounds} rounds of this run")
-    state = State(_vector(arrays, "weights", task.layout.size), number, _public_state(arrays, task))
+    state = _state(arrays, prepared, number)
     now = moment_of(task, state)
     recipe = recipe_of(task, owner.client)
     if owner.client in task.own:
         now = replace(now, sigmas=(task.own[owner.client][1],) * len(now.sigmas))
-    if recipe.channel == "shuffle-parameters":
+    if recipe.channel.hides_reports:
         now = replace(now, arrived=_crowd(owner))
     allow_round(policy, recipe, now.sigmas, now.epsilon)
     charge(
@@ -181,7 +179,7 @@ def play(
             if upload.bits is None:
                 more = {} if upload.below is None else {"below": upload.below}
                 return said | more, {"update": upload.update.astype(np.float32)}
-            if recipe.channel != "shuffle-parameters":
+            if not recipe.channel.hides_reports:
                 return said, {"bits": upload.bits}
             _to_shuffler(owner, facts, upload.bits, task.layout.size)
             return said | {"status": "shuffled"}, {}
@@ -229,7 +227,8 @@ def _prepared(config: RunConfig, facts: Mapping[str, Any], owner: Owner, cache: 
     prepared = prepare(plain, dataset, module, dealt=dealt)
     if facts.get("sigma") is not None:
         # A client with its own budget: the server worked the noise out; policy and ledger judge it here.
-        kinds = config.client_mechanisms or [prepared.task.recipe.mechanism]
+        law = prepared.task.recipe.law
+        kinds = config.client_mechanisms or ["none" if law is None else law.name]
         kind = kinds[owner.client % len(kinds)]
         own = with_changes(prepared.task.recipe, {"mechanism": kind, **clip_for(kind)})
         task = replace(
@@ -254,25 +253,32 @@ def _vector(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarra
     return value
 
 
-def _public_state(arrays: Mapping[str, np.ndarray], task: Any) -> dict[str, np.ndarray]:
-    """The server's public memory, checked: what it could break here must at least be finite and fit."""
-    state: dict[str, np.ndarray] = {}
-    for name in arrays:
+def _state(arrays: Mapping[str, np.ndarray], prepared: Any, number: int) -> Any:
+    """The server's weights and public memories as a state: only what the recipe broadcasts, and only if it fits."""
+    from fedveil.federation.round import start
+
+    task = prepared.task
+    first = start(task, _vector(arrays, "weights", task.layout.size))
+    like = first.broadcast(-1)
+    sent: dict[str, np.ndarray] = {}
+    for name, value in arrays.items():
         own = name.removeprefix("server.")
         if own == name:
             continue
-        value = arrays[name]
-        if own in VECTORS or own.startswith("control/"):
-            state[own] = _vector(arrays, name, task.layout.size)
-        elif own in PER_LAYER:
-            if value.shape != (task.layout.layers,) or not np.isfinite(value).all():
-                raise Refused(f"'{own}' from the server is not one finite number per layer")
-            state[own] = value.astype(np.float64)
-        elif own == "bound":
+        table = own.partition("/")[0] in {k.partition("/")[0] for k in like} or own.startswith("aggregate.own/")
+        known = like.get(own)
+        if known is None and not (table or own == "anchor.weights"):
+            raise Refused(f"'{own}' from the server is nothing that this recipe broadcasts")
+        if known is not None and known.ndim == 0:
             if value.size != 1 or not (np.isfinite(value).all() and float(value.reshape(-1)[0]) > 0):
-                raise Refused("the clip bound from the server is not a positive number")
-            state[own] = np.array(float(value.reshape(-1)[0]))
-    return state
+                raise Refused(f"'{own}' from the server is not a positive number")
+            sent[own] = np.asarray(value).reshape(-1)[0]
+            continue
+        size = task.layout.size if known is None else known.size
+        if value.shape != (size,) or not np.isfinite(value).all():
+            raise Refused(f"'{own}' from the server is not {size} finite numbers")
+        sent[own] = value
+    return replace(first.restored(sent), round=number)
 
 
 def own_release(prepared: Any, now: Any, client: int, run: str) -> Any:
@@ -284,8 +290,9 @@ def own_release(prepared: Any, now: Any, client: int, run: str) -> Any:
     from fedveil.federation.round import recipe_of
     from fedveil.privacy.events import Release
     from fedveil.protect.promise import claims
+    from fedveil.protect.sampling import Everybody
 
-    recipe = replace(recipe_of(prepared.task, client), cohort="all")
+    recipe = replace(recipe_of(prepared.task, client), cohort=Everybody())
     found = claims(recipe, prepared.task.setting, now, prepared.partition.size(client))
     return Release(now.number, (((0,), tuple(found)),), note=run)
 
@@ -318,21 +325,10 @@ def charge(owner: Owner, policy: Policy, release: Any, secure: bool, within_budg
         if policy.maximum_epsilon is not None and within_budget:
             # The policy of today is the budget: an owner may lower or raise it. A refusal is not recorded, or
             # anybody could end a node's work by asking for too much once.
-            stated = ledger.header
-            ledger.header = replace(
-                stated,
-                budgets=(
-                    Budget(
-                        policy.maximum_epsilon,
-                        policy.observer,
-                        policy.unit,
-                        delta=policy.delta,
-                        accountant="rdp",
-                    ),
-                ),
+            allowed = Budget(
+                policy.maximum_epsilon, policy.observer, policy.unit, delta=policy.delta, accountant="rdp"
             )
-            over = ledger.would_exceed(release)
-            ledger.header = stated
+            over = ledger.would_exceed(release, (allowed,))
             if over:
                 raise Refused(f"budget: {over[0]}")
         ledger.spend(release)

@@ -139,17 +139,17 @@ def _check_value(path: Path, key: str, value: Any) -> None:
 
 def deployable(recipe: Recipe, shuffler: bool = False) -> None:
     """UserError where Flower cannot keep what the recipe promises: the SuperLink sees each upload and its sender."""
-    if recipe.where == "sum":
+    if recipe.place.sum_only:
         raise UserError(
             f"recipe '{recipe.name}' promises that nobody sees a part of the sum (where = sum); over Flower the server "
             "sees each upload, so the promise would be none. Use a recipe with noise at the client (where = step or client)"
         )
-    if recipe.channel == "shuffle-models":
+    if recipe.channel.hides_senders and not recipe.channel.hides_reports:
         raise UserError(
             "channel = shuffle-models: the SuperLink knows who sent each model, so nothing is shuffled. "
             "Set channel = none, or channel = shuffle-parameters with a shuffler of its own"
         )
-    if recipe.channel == "shuffle-parameters" and not shuffler:
+    if recipe.channel.hides_reports and not shuffler:
         raise UserError(
             "channel = shuffle-parameters needs a shuffler beside Flower, because the SuperLink knows each sender: "
             'name it (shuffler = "tcp:HOST:PORT", on server and nodes), or set channel = none'
@@ -180,7 +180,7 @@ def allow_round(
     policy: Policy, recipe: Recipe, sigmas: tuple[float, ...], report_epsilon: float | None
 ) -> None:
     """Refuse weaker noise than the owner allowed, in any step of this round."""
-    if recipe.mechanism == "two-valued":
+    if recipe.private and recipe.law is None:
         if report_epsilon is None or not report_epsilon <= policy.maximum_report_epsilon:
             raise Refused(
                 f"policy: epsilon {report_epsilon} per reported weight, at most {policy.maximum_report_epsilon:g} is allowed"

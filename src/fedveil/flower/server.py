@@ -29,10 +29,10 @@ from fedveil.flower import wire
 from fedveil.flower.owner import deployable
 from fedveil.models import nets
 from fedveil.privacy.ledger import Ledger
-from fedveil.protect.promise import Round, divergence, joint_bound
+from fedveil.protect.place import Reports
+from fedveil.protect.promise import divergence
+from fedveil.protect.setting import Moment
 from fedveil.training.contract import LocalPlan
-
-BROADCAST = ("bound", "adaclip_mean", "adaclip_variance", "range_centre", "range_radius", "anchor", "control")
 
 
 @dataclass(frozen=True)
@@ -116,36 +116,41 @@ def serve(
     task = prepared.task
     state = loop.open_folder(prepared, folder, (folder / "run.json").exists(), "fedveil flower run")
     store.write_json(folder / "nodes.json", {str(c): [n, crowd.examples[c]] for c, n in crowd.node.items()})
-    skipped, stop = 0, "all rounds done"
+    skipped = 0
+
+    def moment(task: Task, state: State) -> Moment:
+        now = moment_of(task, state)
+        return replace(now, arrived=_crowd_minimum(options)) if task.recipe.channel.hides_reports else now
+
     with loop.open_ledger(prepared, folder) as ledger:
-        while state.round < config.rounds:
-            now = moment_of(task, state)
-            if task.recipe.channel == "shuffle-parameters":
-                now = replace(now, arrived=_crowd_minimum(options))
-            drawn = loop.cohort_of(prepared, now.number)
-            clients, ended = loop.affordable(prepared, ledger, now, drawn)
-            if ended:
-                stop = ended
-                break
-            clock = time.perf_counter()
+        loop.charge_preprocessing(prepared, ledger)
+
+        def turn(state: State, now: Moment, clients: np.ndarray) -> loop.Turn:
+            nonlocal skipped, crowd
             crowd = ready(grid, prepared, crowd, now, clients, options)
-            state, facts, reasons = _play(grid, prepared, ledger, state, now, clients, crowd, options)
-            facts["sat_out"] = len(drawn) - len(clients)
-            seconds = time.perf_counter() - clock
-            done = loop.record_round(prepared, folder, ledger, state, facts, {}, seconds, on_round)
-            store.save_checkpoint(folder / "checkpoints", state, ledger.head)
-            _say(f"round {state.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
-            if done:
-                stop = done
-                break
+            following, facts, reasons = _play(grid, prepared, ledger, state, now, clients, crowd, options)
+            _say(f"round {following.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
             skipped = skipped + 1 if facts.get("skipped") else 0
             if skipped >= options.patience:
+                # The round before this one is in the last checkpoint; this one stays charged.
                 why = "; ".join(reasons) or "no node answered in time"
                 raise UserError(
-                    f"stopped after round {state.round}: {skipped} rounds in a row had fewer than {options.minimum} "
+                    f"stopped after round {following.round}: {skipped} rounds in a row had fewer than {options.minimum} "
                     f"usable replies ({why}). The run is intact: run again to continue"
                 )
+            public, private = _kept_apart(task, facts)
+            return following, public, private
+
+        state, stop = loop.play(prepared, folder, ledger, state, turn, moment=moment, on_round=on_round)
         return loop.finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def _kept_apart(task: Task, facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Public and private facts: where a promise counts on a secret cohort, nothing public may tell who or how many came."""
+    if task.recipe.place.scope != "everyone":
+        return facts, {}
+    public = {"sigma", "bound", "learning_rate", "skipped"}
+    return {k: v for k, v in facts.items() if k in public}, {k: v for k, v in facts.items() if k not in public}
 
 
 def _play(
@@ -153,7 +158,7 @@ def _play(
     prepared: Prepared,
     ledger: Ledger,
     state: State,
-    now: Round,
+    now: Moment,
     clients: np.ndarray,
     crowd: Crowd,
     options: Options,
@@ -167,9 +172,9 @@ def _play(
     lost = divergence(task.recipe, now.number, clients.tolist() if found.tally.get("diverged") else ())
     if lost is not None:
         ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
-    arrived = found.shuffled if task.recipe.channel == "shuffle-parameters" else len(found.uploads)
+    arrived = found.shuffled if task.recipe.channel.hides_reports else len(found.uploads)
     if arrived >= least_of(task, now, clients, options) or (
-        len(clients) == 0 and task.recipe.where == "server"
+        len(clients) == 0 and task.recipe.place.scope == "everyone"
     ):
         following, facts = _merged(prepared, state, now, clients, found, options, ticket)
     else:  # the model stays; what was asked for stays charged
@@ -186,9 +191,9 @@ def _play(
     return following, facts, found.reasons
 
 
-def least_of(task: Task, now: Round, clients: np.ndarray, options: Options) -> int:
+def least_of(task: Task, now: Moment, clients: np.ndarray, options: Options) -> int:
     """Usable replies that a round needs."""
-    if task.recipe.channel == "shuffle-parameters":
+    if task.recipe.channel.hides_reports:
         return max(options.minimum, now.arrived or 0)
     return min(options.minimum, max(1, len(clients)))
 
@@ -320,7 +325,7 @@ def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: flo
 
 
 def ready(
-    grid: Any, prepared: Prepared, crowd: Crowd, now: Round, clients: np.ndarray, options: Options
+    grid: Any, prepared: Prepared, crowd: Crowd, now: Moment, clients: np.ndarray, options: Options
 ) -> Crowd:
     """Before anything is charged: wait until enough of the cohort's nodes are there, or stop with the reason.
 
@@ -401,7 +406,7 @@ def exchange(
     grid: Any,
     prepared: Prepared,
     state: State,
-    now: Round,
+    now: Moment,
     clients: np.ndarray,
     crowd: Crowd,
     ticket: int,
@@ -411,7 +416,6 @@ def exchange(
     task = prepared.task
     facts = {**_told(prepared), "round": state.round, "ticket": ticket}
     shared = {"weights": state.weights}
-    shared |= {f"server.{k}": np.atleast_1d(v) for k, v in state.server.items() if k in BROADCAST}
     online = set(grid.get_node_ids())
     tally: Counter[str] = Counter()
     wanted: dict[int, tuple[int, str, wire.Facts, wire.Arrays]] = {}
@@ -422,8 +426,7 @@ def exchange(
         if node not in online:
             tally["offline"] += 1
             continue
-        own = f"control/{client}"
-        arrays = shared | ({f"server.{own}": state.server[own]} if own in state.server else {})
+        arrays = shared | {f"server.{k}": np.atleast_1d(v) for k, v in state.broadcast(client).items()}
         told = facts | ({"sigma": task.own[client][1]} if client in task.own else {})
         wanted[client] = (node, "train", told, arrays)
     uploads: dict[int, Upload] = {}
@@ -458,7 +461,7 @@ class Unusable(Exception):
 
 
 def usable(
-    reply: Any, prepared: Prepared, state: State, now: Round, client: int, ticket: int
+    reply: Any, prepared: Prepared, state: State, now: Moment, client: int, ticket: int
 ) -> tuple[Upload | None, int]:
     """The upload of a reply (None: it went to the shuffler) and its bytes, or `Unusable`.
 
@@ -483,11 +486,11 @@ def usable(
         raise Unusable("rejected", "the reply belongs to another round or client")
     if status == "diverged":
         raise Unusable("diverged", "training met numbers that are not finite")
-    if status == "shuffled" and task.recipe.channel == "shuffle-parameters":
+    if status == "shuffled" and task.recipe.channel.hides_reports:
         return None, 0
-    if status != "ok" or task.recipe.channel == "shuffle-parameters":
+    if status != "ok" or task.recipe.channel.hides_reports:
         raise Unusable("rejected", f"status {status!r}")
-    if task.recipe.mechanism == "two-valued":
+    if isinstance(task.recipe.place, Reports):
         bits = _array(arrays, "bits", np.uint8, -(-size // 8))
         return Upload(client, np.empty(0, np.float32), bits=bits), bits.nbytes
     update = _array(arrays, "update", np.float32, size)
@@ -498,7 +501,7 @@ def usable(
     if norm > limit:
         raise Unusable("rejected", f"norm {norm:.3g} is above what the recipe can produce ({limit:.3g})")
     below = facts.get("below")
-    if task.recipe.clip.rule == "quantile":
+    if task.recipe.clip.rule.beside():
         if not isinstance(below, (int, float)) or not abs(below) <= 1e3:
             raise Unusable("rejected", f"share of unclipped examples {below!r}")
         return Upload(client, update, float(below)), update.nbytes
@@ -514,11 +517,11 @@ def _array(arrays: Mapping[str, np.ndarray], name: str, kind: Any, size: int) ->
     return value
 
 
-def _plan(prepared: Prepared, now: Round, client: int) -> LocalPlan:
+def _plan(prepared: Prepared, now: Moment, client: int) -> LocalPlan:
     return loop.plan_of(prepared.task, now, client, prepared.partition.size(client))
 
 
-def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float:
+def largest_norm(task: Task, now: Moment, plan: LocalPlan, state: State) -> float:
     """Above this an honest node's update practically never is (chance far below 1e-9 a round).
 
     Exact where updates are clipped before the server's noise; with noise in it: bound plus noise, with slack.
@@ -526,20 +529,23 @@ def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float
     """
     recipe, root = task.recipe, math.sqrt(task.layout.size)
     absurd = 1e3 * (root + float(np.linalg.norm(state.weights.astype(np.float64))))
-    bound = joint_bound(recipe, now.bounds[0], task.layout.layers)
-    if recipe.target == "update" and recipe.clip.kind != "none":
-        noise = now.sigmas[0] * now.bounds[0] * (root + 10) * 1.1 if recipe.where == "client" else 0.0
+    bound = recipe.clip.joint(now.bounds[0], task.layout.layers)
+    if recipe.place.target == "update" and recipe.clip.bounded:
+        own = recipe.place.noised(recipe, task.setting, now, 1)[0].deviation if recipe.place.own_noise else 0.0
+        noise = own * (root + 10) * 1.1
         start = (
             float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of == "weights" else 0.0
         )
         return (bound + start) * (1 + 1e-4) + noise
-    if recipe.where != "step" or recipe.clip.rule in ("median", "adaclip") or plan.proximal or plan.penalty:
+    unclear = recipe.clip.rule.batch or recipe.clip.rule.rescales or recipe.aggregate.knows_senders
+    if not recipe.place.in_steps or unclear or plan.proximal or plan.penalty:
         return absurd
-    if recipe.aggregate == "scaffold" or plan.optimiser.rule != "sgd":
+    if plan.optimiser.rule != "sgd":
         return absurd
-    scale = max(plan.multipliers) * max(plan.bounds) * {"sum": 1.0, "mean": plan.expected_batch,
-                                                        "example": 4 * math.sqrt(plan.expected_batch)}[plan.noise_on]  # fmt: skip
-    heavy = 1.0 if plan.noise == "gaussian" else 4.0 * (root if plan.noise == "joint-staircase" else 1.0)
+    size = max(1, round(plan.expected_batch))
+    values = recipe.place.noised(recipe, replace(task.setting, batch=plan.expected_batch), now, size + 1)
+    scale = max(one.deviation for one in values) * (4.0 if recipe.noise_on.for_each else 1.0)
+    heavy = 1.0 if recipe.law is not None and recipe.law.adds_up else 4.0
     step = bound * (4 + 10 / plan.expected_batch) + scale * heavy * (root + 10) / plan.expected_batch
     return 2 * plan.steps * plan.learning_rate / (1 - plan.momentum) * step
 
@@ -547,14 +553,14 @@ def largest_norm(task: Task, now: Round, plan: LocalPlan, state: State) -> float
 def _merged(
     prepared: Prepared,
     state: State,
-    now: Round,
+    now: Moment,
     clients: np.ndarray,
     found: Outcome,
     options: Options,
     ticket: int,
 ) -> tuple[State, dict[str, Any]]:
     task = prepared.task
-    if task.recipe.channel == "shuffle-parameters":
+    if task.recipe.channel.hides_reports:
         return merge_tally(task, state, now, _from_shuffler(task, options, ticket))
     order = [c for members in loop.stacks_of(prepared, now, clients).values() for c in members]
     return merge(task, state, now, [found.uploads[c] for c in order if c in found.uploads])

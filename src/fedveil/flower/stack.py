@@ -445,9 +445,9 @@ def _node_config(settings: Mapping[str, Any]) -> str:
 
 def default_policy() -> str:
     """For trying out: every recipe that adds noise and that Flower can carry; the budget is left open."""
-    from fedveil.protect.recipe import catalogue
+    from fedveil.protect.catalogue import catalogue
 
-    names = [r.name for r in catalogue().values() if r.private and r.where != "sum"]
+    names = [r.name for r in catalogue().values() if r.private and not r.place.sum_only]
     return f'recipes = {json.dumps(names)}\nchanges = ["sigma", "clip.bound", "channel", "epsilon"]\n'
 
 

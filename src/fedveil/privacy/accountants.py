@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -413,7 +413,38 @@ def answer(events: Sequence[Event], delta: float, accountant: str = "pld", *, ho
 
     honest: lets basic, advanced and optimal split delta over the steps so that all of it is paid.
     """
-    return Composition.start(accountant, honest=honest).add(events).answer(delta)
+    composition = Composition.start(accountant, honest=honest).add(events)
+    return with_samplers(composition, [(event, event.steps) for event in events], delta)
+
+
+SLACK = 1e-6  # a share of delta that pays for the samplers' factors
+
+
+def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], delta: float) -> Answer:
+    """The composition's answer, raised by what the samplers' distance from their laws costs.
+
+    Formal guarantee: with exact laws (e, d)-DP means (e + 2 r, (1 + SLACK) d + t (e^(e + r) + 1))-DP with samplers whose
+    probabilities are right up to a factor e^±r in all, r <= SLACK, but for a mass of t (see `protect.exact.extra`). Here d is
+    chosen so that the whole stays within `delta`.
+    """
+    ratio = tail = 0.0
+    for event, times in uses:
+        ratio, tail = ratio + times * event.noise.ratio, tail + times * event.noise.tail
+    if ratio == 0 and tail == 0:
+        return composition.answer(delta)
+    first = composition.answer(delta)
+    if first.epsilon is None:
+        return first
+    if ratio > SLACK:
+        return replace(first, epsilon=None, verdict="none", reason="too many sampled values for the samplers' error bound")
+    lost = 2 * tail * (math.exp(min(first.epsilon + 1, 700.0)) + 1)  # with room: a smaller delta makes epsilon larger
+    left = (delta - lost) / (1 + SLACK)
+    if delta > 0 and left < delta / 2:
+        return replace(first, epsilon=None, verdict="none", reason="delta is too small for the samplers' error bound")
+    answer = composition.answer(left) if delta > 0 else first
+    if answer.epsilon is None:
+        return answer
+    return replace(answer, epsilon=answer.epsilon + 2 * ratio, delta=first.delta)
 
 
 def participation_epsilon(event: Event, rounds: int, rate: float, delta: float) -> Answer:

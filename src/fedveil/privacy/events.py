@@ -32,6 +32,8 @@ class Noise:
     dimension: coordinates that receive i.i.d. noise (matters for Laplace and Staircase only).
     width: Staircase's step over the bound; lambda is then width / multiplier, so that a narrow Staircase is Laplace
     noise of scale `multiplier`.
+    ratio, tail: how far the sampler of a whole vector is from its law: probabilities are right up to a factor e^±ratio, but
+    for a mass of `tail`. Accountants add what that costs.
     """
 
     mechanism: MechanismName
@@ -40,6 +42,8 @@ class Noise:
     dimension: int = 1
     nu: float | None = None
     width: float = 1.0
+    ratio: float = 0.0
+    tail: float = 0.0
 
 
 @dataclass(frozen=True)

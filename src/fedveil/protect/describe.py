@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fedveil.federation.round import values_of
 from fedveil.privacy.events import OBSERVERS
 from fedveil.privacy.schedules import Schedule
-from fedveil.protect.promise import Round, Setting, claims
-from fedveil.protect.recipe import Recipe, catalogue
+from fedveil.protect.catalogue import catalogue
+from fedveil.protect.clip import values_of
+from fedveil.protect.promise import claims
+from fedveil.protect.recipe import Recipe, spell
+from fedveil.protect.setting import Moment, Setting
 
 # A typical setting, only to ask a recipe which kinds of claims it makes.
 TYPICAL = Setting(
@@ -27,9 +29,9 @@ def text_of(schedule: Schedule) -> str:
 
 def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, str]]:
     """observer -> {"verdict", "unit", "reason"}: the best promise a recipe makes to it for any unit."""
-    steps = 1 if recipe.where == "sum" else setting.steps
+    steps = 1 if recipe.place.sum_only else setting.steps
     setting = Setting(**{**asdict(setting), "steps": steps})
-    now = Round(
+    now = Moment(
         1,
         values_of(recipe.clip.bound, 0, 10, steps),
         values_of(recipe.sigma, 0, 10, steps),
@@ -52,26 +54,26 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     """One recipe as a plain row."""
     clip = recipe.clip
     shown = "none" if clip.kind == "none" else f"{clip.kind} {text_of(clip.bound)}"
-    if clip.rule != "given":
-        shown += f" ({clip.rule})"
+    if clip.rule.name != "given":
+        shown += f" ({clip.rule.name})"
     if clip.norm == "l1":
         shown += " L1"
-    found = verdicts(recipe)
+    found, words = verdicts(recipe), spell(recipe)
     return {
         "name": recipe.name,
-        "summary": recipe.summary,
-        "paper": recipe.paper,
-        "family": recipe.family,
-        "target": recipe.target,
+        "summary": recipe.about.summary,
+        "paper": recipe.about.paper,
+        "family": recipe.about.family,
+        "target": words["target"],
         "clip": shown,
-        "sensitivity": recipe.sensitivity if recipe.private else "-",
-        "sigma": text_of(recipe.sigma) if recipe.private and recipe.mechanism != "two-valued" else "-",
-        "mechanism": recipe.mechanism,
-        "where": recipe.where,
-        "noise_on": recipe.noise_on,
-        "sampling": recipe.sampling,
-        "channel": recipe.channel,
-        "aggregate": recipe.aggregate,
+        "sensitivity": recipe.scale.name if recipe.private else "-",
+        "sigma": text_of(recipe.sigma) if recipe.law is not None else "-",
+        "mechanism": words["mechanism"],
+        "where": recipe.place.name,
+        "noise_on": recipe.noise_on.name,
+        "sampling": recipe.batches.name,
+        "channel": recipe.channel.name,
+        "aggregate": recipe.aggregate.name,
         "epsilon": recipe.epsilon,
         "verdicts": {o: v["verdict"] for o, v in found.items()},
         "units": {o: v["unit"] for o, v in found.items()},

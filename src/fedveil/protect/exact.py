@@ -39,12 +39,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.protect import noise
-from fedveil.training.contract import ClientWork, LocalPlan
+
+if TYPE_CHECKING:
+    from fedveil.training.contract import ClientWork, LocalPlan
 
 GAUSSIAN, LAPLACE, STAIRCASE, JOINT = 6, 7, 8, 9
 FURTHER, LOW, SECOND, NEXT = 16, 32, 48, 64  # added to a purpose

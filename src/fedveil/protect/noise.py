@@ -43,12 +43,15 @@ variation of some 1e-17 per coordinate.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedveil.errors import UserError
-from fedveil.training.contract import ClientWork, LocalPlan
+
+if TYPE_CHECKING:
+    from fedveil.training.contract import ClientWork, LocalPlan
 
 INTERFACE = 3  # of the compiled module; one of another version is not used
 

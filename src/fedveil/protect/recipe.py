@@ -1,23 +1,416 @@
-"""Every protection recipe as one frozen value built from orthogonal parts; the catalogue is data.
+"""A protection recipe: one frozen value built from parts that each know their own behaviour.
 
-A recipe says what is clipped, how sensitive the clipped thing is, which noise goes where, how batches and
-cohorts are drawn, and how uploads travel and are merged. What each observer may conclude from a recipe is
-derived from these same values in `protect.promise`; nothing is typed in a second time.
+A recipe says what is clipped, which noise goes where, how batches and cohorts are drawn, and how uploads travel and are
+merged. Engines and servers act through these parts; what each observer may conclude is read from the same parts in
+`protect.promise`. Parts of your own are as good as ours: build a `Recipe` from them and run it.
+
+Configurations spell a recipe as flat keys (`spell`, `with_changes`); only this file turns words into parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_type_hints
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.schedules import Schedule, parse
+from fedveil.protect import aggregate as rules
+from fedveil.protect.clip import RULES, SCALES, Clip, Quantile, Rule, Scale, constant
+from fedveil.protect.counts import PaperCount
+from fedveil.protect.law import LAWS, NOISE_ON, Law, NoiseOn, Staircase
+from fedveil.protect.nbafl import Formula, Nbafl
+from fedveil.protect.place import PLACES, AtClient, Nowhere, Place, Reports
+from fedveil.protect.sampling import BATCHES, COHORTS, Batches, Cohort, FixedCohort, PoissonBatches
+from fedveil.protect.upload import CHANNELS, Channel, RangeRule, Thin
 
 
-def constant(value: float) -> Schedule:
-    """A schedule that never moves."""
-    return Schedule("constant", float(value))
+@dataclass(frozen=True)
+class About:
+    """Words for people; nothing is derived from them."""
+
+    summary: str = ""
+    paper: str = ""
+    family: str = "federated"  # federated, central, local or baseline
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One protection system.
+
+    sigma: noise multiplier over time; what it is a multiple of is said by `scale` (the clip bound, or l2-max), what it
+    refers to by `noise_on`. Without a clip it is the absolute deviation. For Laplace b/C, for Staircase 1/lambda.
+    grid: spacing of the exact noise as a fraction of the clip bound; None: the law's own where the scale is public.
+    epsilon: of one reported weight (LDP-FL), or what a `formula` of the method's own turns into noise (NbAFL).
+    counted: how the papers count it, beside what holds. heterogeneity: clients are pulled towards the model of the one
+    with the weakest budget (UDP-FL). downlink_sigma: noise on the broadcast model, over the clip bound (NbAFL).
+    """
+
+    name: str
+    clip: Clip = Clip()
+    law: Law | None = None
+    place: Place = Nowhere()
+    sigma: Schedule = field(default_factory=lambda: constant(6.0))
+    scale: Scale = Scale()
+    noise_on: NoiseOn = NoiseOn()
+    grid: float | None = None
+    batches: Batches = PoissonBatches()
+    cohort: Cohort = FixedCohort()
+    channel: Channel = Channel()
+    aggregate: rules.Aggregator = rules.Mean()
+    thin: Thin = Thin()
+    proximal: float = 0.0
+    epsilon: float | None = None
+    ranges: RangeRule = RangeRule()
+    formula: Formula | None = None
+    downlink_sigma: float = 0.0
+    heterogeneity: bool = False
+    counted: tuple[PaperCount, ...] = ()
+    about: About = About()
+
+    def __post_init__(self) -> None:
+        reason = refusal(self)
+        if reason:
+            raise UserError(f"recipe '{self.name}': {reason}")
+
+    @property
+    def private(self) -> bool:
+        """Whether any noise is added at all."""
+        return self.place.private
+
+    @property
+    def fineness(self) -> float:
+        """The grid that is used, as a fraction of the clip bound; 0 for float noise."""
+        if self.grid is not None:
+            return self.grid
+        public = self.clip.bounded and not (self.scale.batch or self.clip.rule.batch)
+        return self.law.grid if self.law is not None and public else 0.0
+
+    def spacing_at(self, bound: float, sigma: float) -> float:
+        """The grid's spacing for one bound and noise multiplier; the default one is finer for narrow noise."""
+        step = self.fineness * bound
+        if self.grid is None and 0 < sigma < COMFORTABLE * self.fineness:
+            step *= 2.0 ** -math.ceil(math.log2(COMFORTABLE * self.fineness / sigma))
+        return step
+
+
+def refusal(recipe: Recipe) -> str:
+    """Why parts cannot work together, or "": each part is asked in turn, then what concerns several."""
+    r = recipe
+    found = [
+        _place_and_law(r),
+        r.place.refusal(r),
+        r.clip.refusal(),
+        r.noise_on.refusal(r.law),
+        _reports(r),
+        _single_uploads(r),
+        _steps(r),
+        "" if r.law is None else r.law.refusal(r),
+        _grid(r),
+        r.thin.refusal(),
+    ]
+    return next((reason for reason in found if reason), "")
+
+
+def _place_and_law(r: Recipe) -> str:
+    reports = isinstance(r.place, Reports)
+    if r.private != (r.law is not None or reports):
+        return "a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism"
+    if r.clip.of == "weights" and not (isinstance(r.place, AtClient) and r.clip.kind == "flat"):
+        return "clip.of = weights bounds an upload as a whole model: target = update, where = client, clip.kind = flat"
+    unbounded_is_the_method = isinstance(r.place, AtClient) and r.place.unbounded
+    if r.law is not None and not r.clip.bounded and not unbounded_is_the_method:
+        return "noise without a clip protects nothing: set clip.kind = flat or layer"
+    return ""
+
+
+def _reports(r: Recipe) -> str:
+    if r.channel.hides_reports and not isinstance(r.place, Reports):
+        return "parameter shuffling sends one bit per weight: it needs mechanism = two-valued"
+    if r.channel.hides_senders and (r.aggregate.knows_senders or r.heterogeneity):
+        return "channel = shuffle-models hides who sent an update, which SCAFFOLD and heterogeneity must know"
+    return ""
+
+
+def _single_uploads(r: Recipe) -> str:
+    where = r.place.name
+    if not r.place.open_uploads and r.aggregate.looks_inside:
+        return f"aggregate = {r.aggregate.name} looks at single uploads, which carry no noise with where = {where}"
+    if not r.place.open_uploads and r.heterogeneity:
+        return f"heterogeneity broadcasts one client's model, which carries no noise with where = {where}"
+    if r.place.sum_only and r.thin.anything:
+        return (
+            "which coordinates are dropped depends on the sum before noise: prune and share need where = step or client"
+        )
+    return ""
+
+
+def _steps(r: Recipe) -> str:
+    rule = r.clip.rule
+    if rule.beside() and not (r.law is not None and r.law.adds_up):
+        return "the noised count of the quantile rule is accounted jointly with Gaussian noise only"
+    if r.scale.batch and not r.place.in_steps:
+        return f"{r.scale.name} is the largest norm of a batch: it exists only for where = step"
+    if rule.in_steps and not r.place.in_steps:
+        return f"clip.rule = {rule.name} follows the gradients of local steps: where must be step"
+    return ""
+
+
+COARSEST = 1e-3
+FINEST = 1e-12  # sums in steps of the grid stay far below 2**53, where float64 would round them again
+NARROWEST = 10.0  # grid steps in one standard deviation
+COMFORTABLE = 2.0**10  # as many or more where nobody chose the grid
+
+
+def _grid(r: Recipe) -> str:
+    if not r.grid:
+        return ""
+    if not FINEST <= r.grid <= COARSEST:
+        return (
+            f"grid = {r.grid:g} is the grid's spacing as a fraction of the clip bound: {FINEST:g} to {COARSEST:g}; "
+            "1e-6 costs next to nothing"
+        )
+    if r.law is None or not r.law.grid:
+        said = "none" if r.law is None else r.law.name
+        return f"grid: there is no exact form of {said} noise here; leave grid out"
+    if not r.clip.bounded:
+        return "grid is a fraction of the clip bound: set clip.kind = flat or layer"
+    if r.scale.batch or r.clip.rule.batch:
+        return "grid needs a noise scale that does not come from the batch: set sensitivity = bound and another clip.rule"
+    return ""
+
+
+def spacing(recipe: Recipe, bounds: Sequence[float], sigmas: Sequence[float]) -> float:
+    """The grid's spacing in a round with these bounds and noise multipliers (one per step); 0 without a grid.
+
+    It follows the smallest bound, so that in every step it is at most `grid` times the step's bound.
+    """
+    if not recipe.fineness:
+        return 0.0
+    step = min(recipe.spacing_at(bound, sigma) for sigma, bound in zip(sigmas, bounds, strict=True))
+    narrowest = min(sigma * bound for sigma, bound in zip(sigmas, bounds, strict=True))
+    if narrowest < NARROWEST * step:
+        raise UserError(
+            f"grid = {recipe.fineness:g}: the noise has a deviation of only {narrowest / step:.3g} grid steps, at least "
+            f"{NARROWEST:g} are needed; set grid = {narrowest / step * recipe.fineness / NARROWEST:.2g} or less, or more noise"
+        )
+    return step
+
+
+# -- words
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "family": ("federated", "central", "local", "baseline"),
+    "target": ("gradient", "update", "weights"),
+    "clip.kind": ("none", "layer", "flat"),
+    "clip.norm": ("l1", "l2"),
+    "clip.of": ("update", "weights"),
+    "clip.rule": tuple(RULES),
+    "sensitivity": tuple(SCALES),
+    "mechanism": ("none", *LAWS, "two-valued"),
+    "where": tuple(PLACES),
+    "noise_on": tuple(NOISE_ON),
+    "sampling": tuple(BATCHES),
+    "cohort": tuple(COHORTS),
+    "channel": tuple(CHANNELS),
+    "aggregate": tuple(rules.RULES),
+    "ranges": ("fixed", "adaptive", "client"),
+    "prior": ("radius", "model"),
+    "adapt": ("extremes", "spread"),
+}
+SCHEDULES = ("sigma", "clip.bound")
+SWITCHES = ("clip.split", "heterogeneity", "unbounded")
+NUMBERS = (
+    "clip.quantile", "clip.quantile_rate", "clip.count_noise", "proximal", "prune", "share", "share_threshold", "radius",
+    "exposures", "downlink_sigma",
+)  # fmt: skip
+OPTIONAL = ("epsilon", "grid", "nu", "width")
+TEXTS = ("summary", "paper")
+KEYS: tuple[str, ...] = (*TEXTS, *WORDS, *SCHEDULES, *SWITCHES, *NUMBERS, *OPTIONAL)
+
+
+def spell(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as flat keys; a part that is not ours stands there as itself."""
+    r, clip, rule = recipe, recipe.clip, recipe.clip.rule
+    quantile = rule if isinstance(rule, Quantile) else Quantile()
+    reports = isinstance(r.place, Reports)
+    return {
+        "summary": r.about.summary,
+        "paper": r.about.paper,
+        "family": r.about.family,
+        "target": r.place.target,
+        "clip.kind": clip.kind,
+        "clip.bound": clip.bound,
+        "clip.norm": clip.norm,
+        "clip.rule": _word(RULES, rule),
+        "clip.split": clip.split,
+        "clip.of": clip.of,
+        "clip.quantile": quantile.quantile,
+        "clip.quantile_rate": quantile.quantile_rate,
+        "clip.count_noise": quantile.count_noise,
+        "sensitivity": _word(SCALES, r.scale),
+        "mechanism": "two-valued" if reports else "none" if r.law is None else _word(LAWS, r.law),
+        "nu": getattr(r.law, "nu", None),
+        "width": getattr(r.law, "width", None),
+        "sigma": r.sigma,
+        "where": "client" if reports else _word(PLACES, r.place),
+        "unbounded": isinstance(r.place, AtClient) and r.place.unbounded,
+        "noise_on": r.noise_on.name,
+        "grid": r.grid,
+        "sampling": _word(BATCHES, r.batches),
+        "cohort": _word(COHORTS, r.cohort),
+        "channel": _word(CHANNELS, r.channel),
+        "aggregate": _word(rules.RULES, r.aggregate),
+        "proximal": r.proximal,
+        "prune": r.thin.prune,
+        "share": r.thin.share,
+        "share_threshold": r.thin.share_threshold,
+        "epsilon": r.epsilon,
+        "ranges": r.ranges.kind,
+        "radius": r.ranges.radius,
+        "prior": r.ranges.prior,
+        "adapt": r.ranges.adapt,
+        "exposures": 0.0 if r.formula is None else r.formula.exposures,
+        "downlink_sigma": r.downlink_sigma,
+        "heterogeneity": r.heterogeneity,
+    }
+
+
+def _word(known: Mapping[str, Any], part: Any) -> Any:
+    """The word for a part of ours (its own numbers have keys of their own), else the part."""
+    name = str(part.name)
+    return name if type(known.get(name)) is type(part) else part
+
+
+def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """A copy with keys replaced: {"clip.bound": 1.0, "sigma": "linear:15:4.85", "where": my_place}.
+
+    A schedule may be given as a number or as text, a part as its word or as itself. Unknown keys are an error with the
+    nearest known one.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in changes.items():
+        if key == "clip" and isinstance(value, Mapping):
+            flat.update({f"clip.{own}": given for own, given in value.items()})
+        else:
+            flat[key] = value
+    given = {key: _typed(key, value) for key, value in flat.items()}
+    return _built(recipe, {**spell(recipe), **given}, set(given))
+
+
+def _typed(key: str, value: Any) -> Any:
+    where = f"recipe.{key}"
+    if key not in KEYS:
+        head, _, tail = key.rpartition(".")
+        near = [k.split(".", 1)[1] for k in KEYS if k.startswith("clip.")] if head == "clip" else KEYS
+        raise UserError(f"unknown key '{where}'.{did_you_mean(tail if head == 'clip' else key, near)}")
+    try:
+        if key in SCHEDULES:
+            return value if isinstance(value, Schedule) else parse(str(value))
+        if key in SWITCHES and not isinstance(value, bool):
+            raise ValueError("expected true or false")
+        if key in NUMBERS or (key in OPTIONAL and value is not None):
+            return float(value)
+        if key in WORDS and isinstance(value, str) and value not in WORDS[key]:
+            raise ValueError(f"expected one of {', '.join(WORDS[key])}.{did_you_mean(value, WORDS[key])}")
+        if key in WORDS and not isinstance(value, str) and not hasattr(value, "name"):
+            raise ValueError(f"expected one of {', '.join(WORDS[key])}, or a part of your own")
+    except (TypeError, ValueError, OverflowError) as wrong:
+        raise UserError(f"{where} = {value!r}: {wrong}") from None
+    return value
+
+
+def _part(known: Mapping[str, Any], value: Any) -> Any:
+    return known[value] if isinstance(value, str) else value
+
+
+def _built(base: Recipe, keys: Mapping[str, Any], given: set[str]) -> Recipe:
+    """The recipe that the keys spell; what no key speaks of is the base's."""
+    place = _place(base, keys)
+    law = None if keys["mechanism"] in ("none", "two-valued") else _part(LAWS, keys["mechanism"])
+    shape = {key: keys[key] for key in ("nu", "width") if keys[key] is not None}
+    if isinstance(law, Staircase):
+        law = replace(law, **{**shape, "nu": keys["nu"]})
+    elif shape and shape != {"width": 1.0} and given & set(shape):
+        raise UserError(f"recipe '{base.name}': nu and width are shapes of Staircase noise, not of {keys['mechanism']}")
+    rule: Rule = _part(RULES, keys["clip.rule"])
+    if isinstance(rule, Quantile):
+        rule = replace(
+            rule, quantile=keys["clip.quantile"], quantile_rate=keys["clip.quantile_rate"],
+            count_noise=keys["clip.count_noise"],
+        )  # fmt: skip
+    formula = replace(base.formula, exposures=keys["exposures"]) if isinstance(base.formula, Nbafl) else base.formula
+    return replace(
+        base,
+        about=About(keys["summary"], keys["paper"], keys["family"]),
+        clip=replace(
+            base.clip, kind=keys["clip.kind"], bound=keys["clip.bound"], norm=keys["clip.norm"], rule=rule,
+            split=keys["clip.split"], of=keys["clip.of"],
+        ),
+        law=law,
+        place=place,
+        sigma=keys["sigma"],
+        scale=_part(SCALES, keys["sensitivity"]),
+        noise_on=_part(NOISE_ON, keys["noise_on"]),
+        grid=keys["grid"],
+        batches=_part(BATCHES, keys["sampling"]),
+        cohort=_part(COHORTS, keys["cohort"]),
+        channel=_part(CHANNELS, keys["channel"]),
+        aggregate=_part(rules.RULES, keys["aggregate"]),
+        thin=Thin(keys["prune"], keys["share"], keys["share_threshold"]),
+        proximal=keys["proximal"],
+        epsilon=keys["epsilon"],
+        ranges=RangeRule(keys["ranges"], keys["radius"], keys["prior"], keys["adapt"]),
+        formula=formula,
+        downlink_sigma=keys["downlink_sigma"],
+        heterogeneity=keys["heterogeneity"],
+    )  # fmt: skip
+
+
+def _place(base: Recipe, keys: Mapping[str, Any]) -> Place:
+    """The place that `where`, `mechanism` and `target` name together."""
+
+    def refuse(reason: str) -> None:
+        raise UserError(f"recipe '{base.name}': {reason}")
+
+    where, target = keys["where"], keys["target"]
+    if keys["mechanism"] == "two-valued":
+        if (where, target) != ("client", "weights"):
+            refuse("the two-valued randomiser reports weights at the client: target = weights, where = client")
+        return Reports()
+    place: Place = _part(PLACES, where)
+    if isinstance(place, AtClient):
+        place = replace(place, unbounded=keys["unbounded"])
+    if target == "weights" and place.private:
+        refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
+    if place.private and target != place.target:
+        units = "examples" if place.target == "gradient" else "updates"
+        refuse(f"where = {place.name} protects {units}: target must be {place.target}")
+    return place
+
+
+def digest(recipe: Recipe) -> str:
+    """Hash of every value of a recipe, its parts' classes included: two recipes with one digest do the same.
+
+    What the classes do is not in it: see `code_digest` for parts from outside the package.
+    """
+    return hashlib.sha256(json.dumps(_plain(recipe), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "about"}
+        return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **own}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(own) for key, own in value.items()}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def as_text(schedule: Schedule) -> str:
@@ -31,585 +424,3 @@ def as_text(schedule: Schedule) -> str:
     if schedule.kind.endswith("cyclic"):
         parts.append(f"cycles={schedule.cycles}")
     return ":".join(parts) + (":iteration" if schedule.by == "iteration" else "")
-
-
-ClipRule = Literal["given", "median", "quantile", "adaclip"]
-Where = Literal["nowhere", "step", "client", "server", "sum"]
-MechanismKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase", "two-valued"]
-Aggregation = Literal["mean", "scaffold", "fedmed", "momentum", "adam", "connectivity"]
-
-
-@dataclass(frozen=True)
-class Clip:
-    """How the target is bounded.
-
-    kind: "layer" bounds each layer on its own, so the joint bound is bound * sqrt(layers), unless
-    `split` divides the bound among the layers first; "flat" bounds the whole vector.
-    rule: "given" follows the schedule; "median" uses the batch's own median norm (not sound); "quantile"
-    tracks a quantile of the norms from noised counts; "adaclip" shifts and scales each coordinate by
-    statistics of noised gradients, then clips to 1.
-    count_noise: standard deviation of the noise on each step's count of unclipped examples ("quantile").
-    of: what an upload's bound is about: the update, or the whole model, start + update (NbAFL).
-    """
-
-    kind: Literal["none", "layer", "flat"] = "none"
-    bound: Schedule = field(default_factory=lambda: constant(4.0))
-    norm: Literal["l1", "l2"] = "l2"
-    rule: ClipRule = "given"
-    split: bool = False
-    of: Literal["update", "weights"] = "update"
-    quantile: float = 0.5
-    quantile_rate: float = 0.2
-    count_noise: float = 5.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One protection system.
-
-    target: what is protected: each example's gradient, the client's update, or its weights.
-    where: "step" (in every local step), "client" (on the finished update), "server" (once, on the sum of
-    clipped updates that the server received), "sum" (once, on a sum that nobody sees in parts: a trusted or
-    secure aggregation), "nowhere".
-    sigma: noise multiplier over time: noise scale = sigma * sensitivity. Without a clip (random noise
-    addition) it is the absolute standard deviation. For Laplace b/C, for Staircase 1/lambda.
-    noise_on: "sum" (usual), "example" (every example, or for where="server" every client, gets its own
-    noise), "mean" (noise of that scale on the mean).
-    width: step of i.i.d. Staircase noise over the clip bound; 0 is 1 / sqrt(dimension), where it costs about what Laplace does.
-    sampling: how a client draws batches; cohort: how a round draws clients.
-    grid: 0, or the spacing of the grid on which the Gaussian noise lives, as a fraction of the clip bound (1e-6): the
-    sum is rounded to it and gets discrete Gaussian noise. The promise then covers the rounding of what is
-    sent, at a slightly larger epsilon (`spacing`, `protect.noise.snapped_multiplier`).
-    """
-
-    name: str
-    summary: str = ""
-    paper: str = ""
-    family: Literal["federated", "central", "local", "baseline"] = "federated"
-    target: Literal["gradient", "update", "weights"] = "gradient"
-    clip: Clip = Clip()
-    sensitivity: Literal["bound", "l2-max"] = "bound"
-    mechanism: MechanismKind = "none"
-    sigma: Schedule = field(default_factory=lambda: constant(6.0))
-    where: Where = "nowhere"
-    noise_on: Literal["sum", "example", "mean"] = "sum"
-    width: float = 1.0
-    grid: float = 0.0
-    sampling: Literal["poisson", "fixed", "partition", "full"] = "poisson"
-    cohort: Literal["poisson", "fixed", "all"] = "fixed"
-    channel: Literal["none", "shuffle-models", "shuffle-parameters"] = "none"
-    aggregate: Aggregation = "mean"
-    proximal: float = 0.0
-    prune: float = 0.0  # fraction of an update's smallest coordinates that is dropped before upload
-    share: float = 1.0  # DSSGD: fraction of the coordinates above `share_threshold` that is uploaded
-    share_threshold: float = 0.0
-    epsilon: float | None = None  # two-valued: per weight; NbAFL: sets its noise by its own formulas
-    ranges: Literal["fixed", "adaptive", "client"] = "fixed"
-    radius: float = 0.075
-    # First ranges: `radius` in every layer, or each layer's interval in the (public) first model.
-    prior: Literal["radius", "model"] = "radius"
-    adapt: Literal["extremes", "spread"] = "extremes"  # how adaptive ranges follow the server's average
-    exposures: float = 0.0  # NbAFL: how often a client's uploads are seen; 0: in every round it takes part
-    downlink_sigma: float = 0.0  # NbAFL: noise on the broadcast model, over the clip bound
-    heterogeneity: bool = False  # UDP-FL: pull towards the model of the client with the weakest budget
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def private(self) -> bool:
-        """Whether any noise is added at all."""
-        return self.where != "nowhere"
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse parts that cannot work together, with the reason."""
-
-    def refuse(reason: str) -> None:
-        raise UserError(f"recipe '{recipe.name}': {reason}")
-
-    for item in fields(recipe):
-        allowed = get_args(_HINTS(type(recipe))[item.name])
-        value = getattr(recipe, item.name)
-        if allowed and all(isinstance(a, str) for a in allowed) and value not in allowed:
-            refuse(
-                f"{item.name} = {value!r} is not one of {', '.join(allowed)}.{did_you_mean(value, allowed)}"
-            )
-    r, clip = recipe, recipe.clip
-    if (r.where == "nowhere") != (r.mechanism == "none"):
-        refuse(
-            "a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism"
-        )
-    if r.target == "weights" and r.mechanism not in ("two-valued", "none"):
-        refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
-    if clip.of == "weights" and (r.target, r.where, clip.kind) != ("update", "client", "flat"):
-        refuse(
-            "clip.of = weights bounds an upload as a whole model: target = update, where = client, clip.kind = flat"
-        )
-    if r.mechanism == "two-valued":
-        if r.target != "weights" or r.where != "client":
-            refuse(
-                "the two-valued randomiser reports weights at the client: target = weights, where = client"
-            )
-        if r.epsilon is None or not r.epsilon > 0:
-            refuse("the two-valued randomiser needs epsilon > 0 (per weight)")
-        if r.ranges == "client":
-            refuse(
-                "a range that a client computes from its own weights is visible in its reports exactly (the two "
-                "output values are c ± r·K), so no epsilon holds; use ranges = fixed or adaptive"
-            )
-        if not r.radius > 0:
-            refuse("radius must be above 0")
-    elif r.channel == "shuffle-parameters":
-        refuse("parameter shuffling sends one bit per weight: it needs mechanism = two-valued")
-    elif r.channel == "shuffle-models" and (r.aggregate == "scaffold" or r.heterogeneity):
-        refuse(
-            "channel = shuffle-models hides who sent an update, which SCAFFOLD and heterogeneity must know"
-        )
-    if r.where in ("step", "sum") and r.target != "gradient":
-        refuse(f"where = {r.where} protects examples: target must be gradient")
-    if r.where in ("server", "client") and r.mechanism != "two-valued" and r.target != "update":
-        refuse(f"where = {r.where} protects updates: target must be update")
-    if r.where in ("server", "sum") and r.aggregate in ("fedmed", "scaffold", "connectivity"):
-        refuse(
-            f"aggregate = {r.aggregate} looks at single uploads, which carry no noise with where = {r.where}"
-        )
-    if r.where in ("server", "sum") and r.heterogeneity:
-        refuse(f"heterogeneity broadcasts one client's model, which carries no noise with where = {r.where}")
-    if r.where == "sum" and (r.prune > 0 or r.share < 1):
-        refuse(
-            "which coordinates are dropped depends on the sum before noise: prune and share need where = step or client"
-        )
-    if r.noise_on == "example" and r.mechanism not in ("gaussian", "none"):
-        refuse("noise_on = example adds up independent draws: only Gaussian noise stays of its kind")
-    if r.noise_on == "mean" and r.mechanism not in ("gaussian", "laplace", "none"):
-        refuse(
-            f"noise_on = mean scales the noise; {r.mechanism} noise keeps its epsilon when scaled: use noise_on = sum"
-        )
-    if clip.split and clip.norm == "l1":
-        refuse("clip.split divides an L2 bound among the layers: set clip.norm = l2 or clip.kind = flat")
-    if clip.rule == "quantile" and r.mechanism != "gaussian":
-        refuse("the noised count of the quantile rule is accounted jointly with Gaussian noise only")
-    if r.mechanism in ("gaussian", "laplace", "staircase", "joint-staircase"):
-        unbounded_is_the_method = r.where == "client" and r.target == "update" and r.family == "baseline"
-        if clip.kind == "none" and not unbounded_is_the_method:
-            refuse("noise without a clip protects nothing: set clip.kind = flat or layer")
-        if r.mechanism == "joint-staircase" and (clip.kind != "flat" or clip.norm != "l1"):
-            refuse("the joint staircase needs clip.kind = flat and clip.norm = l1")
-        if r.mechanism != "gaussian" and r.where not in ("step",):
-            refuse(f"{r.mechanism} noise is offered in local training (where = step)")
-    if clip.norm == "l1" and r.mechanism == "gaussian":
-        refuse("Gaussian noise is calibrated to an L2 bound: set clip.norm = l2")
-    if r.sensitivity == "l2-max" and r.where != "step":
-        refuse("l2-max is the largest norm of a batch: it exists only for where = step")
-    if clip.rule in ("adaclip", "quantile", "median") and r.where != "step":
-        refuse(f"clip.rule = {clip.rule} follows the gradients of local steps: where must be step")
-    if clip.rule == "adaclip" and clip.kind != "flat":
-        refuse("AdaClip clips the whole scaled gradient to 1: set clip.kind = flat")
-    if clip.rule == "quantile" and not (0 < clip.quantile < 1 and clip.count_noise > 0):
-        refuse("quantile clipping needs 0 < clip.quantile < 1 and clip.count_noise > 0")
-    if r.grid:
-        _check_grid(r, refuse)
-    narrow_allowed = (r.mechanism, clip.kind, clip.norm) == (
-        "staircase",
-        "flat",
-        "l2",
-    ) and r.sampling != "fixed"
-    if r.width != 1 and not (narrow_allowed and 0 <= r.width < float("inf")):
-        refuse(
-            f"width = {r.width} is the step of i.i.d. Staircase noise under a flat L2 clip (not with sampling = fixed), 0 or "
-            "more; leave it at 1 elsewhere"
-        )
-    if not 0 <= r.prune < 1:
-        refuse(f"prune = {r.prune} must be in [0, 1)")
-    if not 0 < r.share <= 1:
-        refuse(f"share = {r.share} must be in (0, 1]")
-
-
-COARSEST = 1e-3
-FINEST = 1e-12  # sums in steps of the grid stay far below 2**53, where float64 would round them again
-NARROWEST = 10.0  # grid steps in one standard deviation
-
-
-def _check_grid(recipe: Recipe, refuse: Callable[[str], None]) -> None:
-    if not FINEST <= recipe.grid <= COARSEST:
-        refuse(
-            f"grid = {recipe.grid:g} is the grid's spacing as a fraction of the clip bound: {FINEST:g} to {COARSEST:g}; "
-            "1e-6 costs next to nothing"
-        )
-    if recipe.mechanism != "gaussian":
-        refuse(f"grid: only Gaussian noise has a discrete form here, not {recipe.mechanism}; leave grid out")
-    if recipe.clip.kind == "none":
-        refuse("grid is a fraction of the clip bound: set clip.kind = flat or layer")
-    if recipe.sensitivity == "l2-max" or recipe.clip.rule == "median":
-        refuse(
-            "grid needs a noise scale that does not come from the batch: set sensitivity = bound and another clip.rule"
-        )
-
-
-def step_width(recipe: Recipe, dimension: int) -> float:
-    """The Staircase's step over the clip bound in a model of that many parameters."""
-    return recipe.width or dimension**-0.5
-
-
-def spacing(recipe: Recipe, bounds: Sequence[float], sigmas: Sequence[float]) -> float:
-    """The grid's spacing in a round with these bounds and noise multipliers (one per step); 0 without a grid.
-
-    It follows the smallest bound, so that in every step it is at most `grid` times the step's bound.
-    """
-    if not recipe.grid:
-        return 0.0
-    step = recipe.grid * min(bounds)
-    narrowest = min(sigma * bound for sigma, bound in zip(sigmas, bounds, strict=True))
-    if narrowest < NARROWEST * step:
-        raise UserError(
-            f"grid = {recipe.grid:g}: the noise has a deviation of only {narrowest / step:.3g} grid steps, at least "
-            f"{NARROWEST:g} are needed; set grid = {narrowest / step * recipe.grid / NARROWEST:.2g} or less, or more noise"
-        )
-    return step
-
-
-_CACHE: dict[type, dict[str, Any]] = {}
-
-
-def _HINTS(kind: type) -> dict[str, Any]:
-    if kind not in _CACHE:
-        _CACHE[kind] = get_type_hints(kind)
-    return _CACHE[kind]
-
-
-def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """A copy with dotted keys replaced: {"clip.bound": 1.0, "sigma": "linear:15:4.85"}.
-
-    A schedule may be given as a number or as text. Unknown keys are an error with the nearest known one.
-    """
-    own: dict[str, Any] = {}
-    clip: dict[str, Any] = {}
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and key == "clip":
-            clip.update(value)
-        elif key.startswith("clip."):
-            clip[key[5:]] = value
-        else:
-            own[key] = value
-    clip_value = replace(recipe.clip, **_typed(Clip, clip, "recipe.clip.")) if clip else recipe.clip
-    return replace(recipe, clip=clip_value, **_typed(Recipe, own, "recipe."))
-
-
-def _typed(kind: type, changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    hints = _HINTS(kind)
-    out = {}
-    for key, value in changes.items():
-        if key not in hints or key == "clip":
-            raise UserError(f"unknown key '{prefix}{key}'.{did_you_mean(key, hints)}")
-        hint = hints[key]
-        try:
-            if hint is Schedule:
-                value = value if isinstance(value, Schedule) else parse(str(value))
-            elif hint is bool:
-                if not isinstance(value, bool):
-                    raise ValueError("expected true or false")
-            elif hint is float or (float in get_args(hint) and value is not None):
-                value = float(value)
-            elif get_args(hint) and value not in get_args(hint):
-                allowed = ", ".join(map(str, get_args(hint)))
-                raise ValueError(f"expected one of {allowed}.{did_you_mean(value, get_args(hint))}")
-        except (TypeError, ValueError) as wrong:
-            raise UserError(f"{prefix}{key} = {value!r}: {wrong}") from None
-        out[key] = value
-    return out
-
-
-def _layer(bound: str | float = 4.0, **more: Any) -> Clip:
-    return Clip(kind="layer", bound=parse(str(bound)), **more)
-
-
-def _flat(bound: str | float = 1.0, **more: Any) -> Clip:
-    return Clip(kind="flat", bound=parse(str(bound)), **more)
-
-
-def _build() -> dict[str, Recipe]:
-    step: dict[str, Any] = {"mechanism": "gaussian", "where": "step"}
-    fed_cdp = Recipe(
-        "fed-cdp", "noise on every local step, per example and layer", "P1, P3", clip=_layer(), **step
-    )
-    sigma_decay = {
-        "linear": "linear:15:4.85",
-        "staircase": "staircase:15:4.85",
-        "exponential": "exponential:15:4.85",
-        "cyclic": "cosine-cyclic:15:floor=4.85",
-    }
-    central = replace(fed_cdp, family="central", paper="P2", cohort="all")
-    half, down = _layer("linear:4:2"), parse("linear:15:4.85")
-    items = [
-        Recipe("non-private", "plain federated averaging", "P1", family="baseline"),
-        Recipe(
-            "fed-sdp",
-            "clipped client updates, noise once at the server",
-            "P1, P3",
-            target="update",
-            clip=_layer(),
-            mechanism="gaussian",
-            where="server",
-            cohort="poisson",
-        ),
-        Recipe(
-            "fed-sdp-client",
-            "each client noises its clipped update before it leaves",
-            "P1, P3",
-            target="update",
-            clip=_layer(),
-            mechanism="gaussian",
-            where="client",
-        ),
-        fed_cdp,
-        replace(
-            fed_cdp,
-            name="fed-cdp-decay",
-            summary="Fed-CDP with a clip bound that decays",
-            clip=_layer("linear:6:2"),
-        ),
-        replace(
-            fed_cdp,
-            name="fed-alpha-cdp",
-            summary="Fed-CDP with l2-max sensitivity",
-            paper="P3",
-            sensitivity="l2-max",
-        ),
-        *(
-            replace(
-                fed_cdp,
-                name=f"fed-alpha-cdp-sigma-{kind}",
-                summary=f"Fed-alpha-CDP with {kind} sigma decay",
-                paper="P3",
-                sensitivity="l2-max",
-                sigma=parse(text),
-            )
-            for kind, text in sigma_decay.items()
-        ),
-        replace(central, name="dp-baseline", summary="central DP-SGD with per-layer clipping"),
-        replace(central, name="dp-dyns-c-decay", summary="central, decaying clip bound", clip=half),
-        replace(central, name="dp-dyns-l2max", summary="central, l2-max sensitivity", sensitivity="l2-max"),
-        replace(
-            central,
-            name="dp-dyns",
-            summary="central, decaying bound and l2-max",
-            clip=half,
-            sensitivity="l2-max",
-        ),
-        replace(central, name="dp-dynsigma", summary="central, decaying sigma", sigma=down),
-        replace(
-            central,
-            name="dp-dyn-s-c-decay-sigma",
-            summary="central, decaying bound and sigma",
-            clip=half,
-            sigma=down,
-        ),
-        replace(
-            central,
-            name="dp-dyn-s-l2max-sigma",
-            summary="central, l2-max and decaying sigma",
-            sensitivity="l2-max",
-            sigma=down,
-        ),
-        replace(
-            central,
-            name="dp-dyn-s-sigma",
-            summary="central, decaying bound, l2-max, decaying sigma",
-            clip=half,
-            sensitivity="l2-max",
-            sigma=down,
-        ),
-        replace(
-            fed_cdp,
-            name="quantile-clip",
-            summary="bound tracks the median norm by noised counts (Andrew et al.)",
-            paper="P2, P3",
-            clip=_layer(4.0, rule="quantile"),
-        ),
-        replace(
-            fed_cdp,
-            name="adaclip",
-            summary="per-coordinate shift and scale from noised gradients (Pichapati et al.)",
-            paper="P2, P3",
-            clip=_flat(4.0, rule="adaclip"),
-        ),
-        replace(
-            fed_cdp,
-            name="median-clip",
-            summary="bound is the batch's own median norm",
-            paper="P1",
-            clip=_layer(4.0, rule="median"),
-        ),
-        Recipe(
-            "random-noise",
-            "fixed-variance noise on each update, no clip",
-            "P3",
-            family="baseline",
-            target="update",
-            mechanism="gaussian",
-            where="client",
-            sigma=constant(0.01),
-        ),
-        Recipe(
-            "gradient-pruning",
-            "drop the smallest coordinates of each update",
-            "P1, P3",
-            family="baseline",
-            prune=0.3,
-        ),
-        Recipe(
-            "dssgd",
-            "share a random subset of the large coordinates",
-            "P3",
-            family="baseline",
-            share=0.1,
-            share_threshold=0.001,
-        ),
-        replace(
-            fed_cdp,
-            name="fed-cdp-pruned",
-            summary="Fed-CDP, small coordinates dropped before upload",
-            paper="P1",
-            prune=0.3,
-        ),
-        replace(
-            fed_cdp,
-            name="fed-cdp-example",
-            summary="Fed-CDP with noise on every example (P1 Alg. 2)",
-            noise_on="example",
-            sampling="fixed",
-        ),
-        replace(
-            fed_cdp,
-            name="fed-cdp-mean",
-            summary="Fed-CDP with noise on the mean (P3 Alg. 1 as printed)",
-            paper="P3",
-            noise_on="mean",
-        ),
-        replace(
-            fed_cdp,
-            name="fed-cdp-sound",
-            summary="Fed-CDP with flat clipping and Poisson batches",
-            paper="fedveil",
-            clip=_flat(1.0),
-        ),
-        replace(
-            fed_cdp,
-            name="fed-alpha-cdp-sound",
-            summary="noise follows the gradient norms, by a noised high quantile from earlier rounds",
-            paper="fedveil",
-            clip=_flat(4.0, rule="quantile", quantile=0.9, quantile_rate=0.3, count_noise=5.0),
-        ),
-        Recipe(
-            "sum-cdp",
-            "clipped per-example gradients summed over all clients, noise once on the sum",
-            "fedveil",
-            clip=_flat(1.0),
-            mechanism="gaussian",
-            where="sum",
-            cohort="all",
-            aggregate="mean",
-        ),
-        Recipe(
-            "ldp-fl",
-            "two-valued reports of whole weights, parameters shuffled",
-            "P4",
-            family="local",
-            target="weights",
-            mechanism="two-valued",
-            where="client",
-            epsilon=1.0,
-            channel="shuffle-parameters",
-        ),
-        replace(
-            fed_cdp,
-            name="udp-fl-gaussian",
-            summary="UDP-FL with Gaussian noise",
-            paper="P5",
-            clip=_flat(1.0),
-            epsilon=4.0,
-        ),
-        replace(
-            fed_cdp,
-            name="udp-fl-laplace",
-            summary="UDP-FL with Laplace noise (L2 clip; clip.norm = l1 gives a pure epsilon per step)",
-            paper="P5",
-            clip=_flat(1.0),
-            mechanism="laplace",
-            epsilon=4.0,
-        ),
-        replace(
-            fed_cdp,
-            name="udp-fl-staircase",
-            summary="UDP-FL with i.i.d. Staircase noise in narrow steps",
-            paper="P5",
-            clip=_flat(1.0),
-            mechanism="staircase",
-            width=0.0,
-            epsilon=4.0,
-        ),
-        replace(
-            fed_cdp,
-            name="udp-fl-staircase-joint",
-            summary="UDP-FL with the joint L1 Staircase",
-            paper="P5",
-            clip=_flat(1.0, norm="l1"),
-            mechanism="joint-staircase",
-            epsilon=4.0,
-        ),
-        replace(
-            fed_cdp,
-            name="udp-fl-staircase-iid",
-            summary="UDP-FL with i.i.d. Staircase noise in steps as wide as the bound, as printed",
-            paper="P5",
-            clip=_flat(1.0),
-            mechanism="staircase",
-            epsilon=4.0,
-        ),
-        Recipe(
-            "nbafl",
-            "models clipped and noised on the uplink, broadcast noised on the downlink",
-            "P5",
-            family="baseline",
-            target="update",
-            clip=_flat(10.0, of="weights"),
-            mechanism="gaussian",
-            where="client",
-        ),
-        Recipe(
-            "dp-fedavg",
-            "clipped client updates, noise once at the server, Poisson cohorts",
-            "P5",
-            target="update",
-            clip=_flat(1.0),
-            mechanism="gaussian",
-            where="server",
-            cohort="poisson",
-            sigma=constant(1.0),
-        ),
-    ]
-    return {r.name: r for r in items}
-
-
-ALIASES = {
-    "fed-alpha-cdp-sigma": "fed-alpha-cdp-sigma-exponential",
-    "udp-fl": "udp-fl-gaussian",
-    "fed-sdp-server": "fed-sdp",
-}
-
-
-def catalogue() -> dict[str, Recipe]:
-    """All named recipes, in the order in which they are listed."""
-    return _build()
-
-
-def get(name: str) -> Recipe:
-    """A recipe by name (or alias)."""
-    known = catalogue()
-    found = known.get(ALIASES.get(name, name))
-    if found is None:
-        raise UserError(
-            f"unknown recipe '{name}'.{did_you_mean(name, [*known, *ALIASES])} `fedveil recipes` lists them all."
-        )
-    return found

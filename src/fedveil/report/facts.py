@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ MOST_CLIENTS = 200  # whose budgets are listed
 MOST_CLASSES = 64
 MOST_IMAGE = 1_200_000  # bytes of one picture; larger ones are reduced
 PATIENCE = 1.5  # seconds for the clients' budgets
-LARGE = 1e6  # a budget nobody reaches, to ask a ledger what was used
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def gather(
     quick leaves out epsilon over rounds; clients adds what each client has spent."""
     run = store.open_run(folder)
     recipe = run.config.built_recipe()
-    unit = "client" if recipe.target == "update" else "example"
+    unit = recipe.place.unit
     metrics = tuple(
         line for line in run.metrics if isinstance(line, dict) and number(line.get("round")) is not None
     )
@@ -167,7 +166,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
         rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant))
         records = read(path).records
         made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
-        budgets = _clients(ledger, records, config.observer, unit, config.accountant) if clients else ()
+        budgets = _clients(ledger, config.observer, unit, config.accountant) if clients else ()
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as wrong:
         return Promise(problem=f"the ledger cannot be read: {wrong}")
     header = ledger.header
@@ -223,16 +222,12 @@ def _course(
 
 
 def _clients(
-    ledger: Any, records: Sequence[Any], observer: str, unit: str, accountant: str
+    ledger: Any, observer: str, unit: str, accountant: str
 ) -> tuple[dict[str, Any], ...]:
     """What each of the first clients has spent, and what it may spend; as many as there is time for."""
-    from fedveil.privacy.ledger import Budget, Ledger
-
     header = ledger.header
     many = range(min(header.clients, MOST_CLIENTS))
     often = ledger.participations()
-    asked = replace(header, budgets=(Budget(LARGE, observer, unit, accountant=accountant),))  # type: ignore[arg-type]
-    meter = Ledger(asked, [r for r in records if r.body.get("kind") != "spent"], None)
     limits = {b.client: b.epsilon for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
     used: dict[Any, float | None] = {}
     out = []
@@ -241,11 +236,7 @@ def _clients(
         if time.monotonic() > until:
             break
         # clients with equal numbers of releases need not be equal, so only the untouched are skipped
-        if often[client]:
-            left = meter.remaining(client)[(observer, unit)]  # type: ignore[index]
-            used[client] = LARGE - left if left > 0 else None
-        else:
-            used[client] = 0.0
+        used[client] = ledger.spent(client, observer, unit, accountant=accountant) if often[client] else 0.0
         out.append(
             {
                 "client": client,

@@ -125,16 +125,11 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
         ("Training", f"{facts.rounds} of {config.rounds} rounds",
          f"in each, a client makes {_many(config.local_steps, 'local step')} on about {config.batch_size:g} records, "
          f"learning rate {config.learning_rate:g}"),
-        ("Recipe", recipe.name, recipe.summary or "how contributions are bounded and noised"),
+        ("Recipe", recipe.name, recipe.about.summary or "how contributions are bounded and noised"),
     ]  # fmt: skip
     if recipe.private:
-        place = {
-            "step": "to each local step, on the client",
-            "client": "to the finished update, on the client",
-            "server": "by the server, after it received the updates",
-            "sum": "once, to a sum that nobody sees in parts",
-        }[recipe.where]
-        rows.append(("Noise", recipe.mechanism, f"added {place}; σ is {_sigma(facts)}"))
+        law = "two-valued" if recipe.law is None else recipe.law.name
+        rows.append(("Noise", law, f"added {recipe.place.words}; σ is {_sigma(facts)}"))
         rows.append(("Clipping", _clip_words(recipe), "the most a single contribution can weigh"))
     else:
         rows.append(("Noise", "none", "nothing hides a single contribution"))
@@ -167,7 +162,7 @@ def _clip_words(recipe: Any) -> str:
     clip = recipe.clip
     if clip.kind == "none":
         return "none"
-    rule = "" if clip.rule == "given" else f", {clip.rule} rule"
+    rule = "" if clip.rule.name == "given" else f", {clip.rule.name} rule"
     return ("each layer on its own" if clip.kind == "layer" else "the whole vector") + rule
 
 
@@ -355,8 +350,8 @@ def steady(facts: Facts) -> list[str]:
     """The settings that stayed the same in all rounds, as sentences."""
     if not facts.recipe.private:
         return []
-    if facts.recipe.mechanism == "two-valued":
-        where = "fixed" if facts.recipe.ranges == "fixed" else "from the server's average"
+    if facts.recipe.law is None:
+        where = "from the server's average" if facts.recipe.ranges.adaptive else "fixed"
         return [f"ε {short(facts.recipe.epsilon)} for each reported weight", f"ranges {where}"]
     known = {label: set(facts.column(key)) for key, _, label in SETTINGS}
     own = facts.promise.own

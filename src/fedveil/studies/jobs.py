@@ -154,7 +154,7 @@ def _figures(place: Path, config: Any, result: Result, cpu: float) -> Result:
         "engine": result["engine"],
         "noise_law": "exact" if getattr(config.built_recipe(), "grid", 0) else "float",
         "cpu_seconds": cpu,
-        "l2max": config.built_recipe().sensitivity == "l2-max",
+        "l2max": config.built_recipe().scale.batch,
         "variance": config.fixed_variance,
         "ledger": [row for row in result["ledger"] if row["observer"] in ("server", "public")],
     }

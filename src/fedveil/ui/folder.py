@@ -185,10 +185,10 @@ def summary(folder: Path, root: Path) -> dict[str, Any]:
 
 
 def _unit(config: dict[str, Any]) -> str:
-    from fedveil.protect.recipe import get
+    from fedveil.protect.catalogue import get
 
     try:
-        return "client" if get(str(config.get("recipe"))).target == "update" else "example"
+        return get(str(config.get("recipe"))).place.unit
     except UserError:
         return "example"
 

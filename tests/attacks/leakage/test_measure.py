@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,9 +77,12 @@ def later_adaclip(**changes):
     """A run of AdaClip whose statistics have moved, hardly noised."""
     made, state = prepared("adaclip", {"sigma": 1e-7}, **changes)
     size = made.task.layout.size
-    state.server["adaclip_mean"] = np.linspace(-0.01, 0.02, size, dtype=np.float32)
-    state.server["adaclip_variance"] = np.linspace(0.5, 2.0, size, dtype=np.float32) / size
-    return made, state
+    moved = replace(
+        state.clip,
+        mean=np.linspace(-0.01, 0.02, size, dtype=np.float32),
+        square=np.linspace(0.5, 2.0, size, dtype=np.float32) / size,
+    )
+    return made, replace(state, clip=moved)
 
 
 def test_adaclip_is_attacked_in_its_own_space():
@@ -101,7 +105,7 @@ def test_an_update_of_adaclip_is_taken_back_to_its_own_space():
 @pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-laplace", "udp-fl-staircase-joint"])
 def test_a_clip_in_either_norm_hides_nothing_where_the_sum_is_noised(recipe):
     made, state = prepared(recipe)
-    assert made.task.recipe.noise_on == "sum"
+    assert made.task.recipe.noise_on.name == "sum"
     outcome = measure(made, state, victims=4, seed=1)
     assert outcome.figures["success_rate"] == 1.0 and outcome.figures["label_accuracy"] == 1.0
 
@@ -210,7 +214,7 @@ def test_more_updates_than_clients_is_a_clear_error():
 
 def test_the_last_model_is_attacked_with_the_last_round(tmp_path):
     made, state = prepared(rounds=2)
-    late = type(state)(state.weights, 2, state.server)
+    late = replace(state, round=2)
     figures = measure(made, late, victims=2, seed=0, iterations=10).figures
     assert figures["round"] == 2 and np.isfinite(figures["rmse"])
 

@@ -546,17 +546,17 @@ def test_a_changed_record_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_a_replay_is_free_only_with_the_same_seeded_noise_and_state(tmp_path: Path) -> None:
     one = release(3, (0, 1), sound(gaussian()))
     with make(tmp_path) as ledger:
-        first = ledger.spend(one, fingerprint="state-a")
+        first = ledger.spend(one, fingerprint="state-a", made="bits")
         assert ledger.find("state-a") == first.hash and ledger.find("other") is None
-        again = ledger.spend(one, fingerprint="state-a", replay_of=first.hash)
+        again = ledger.spend(one, fingerprint="state-a", made="bits", replay_of=first.hash)
         assert (first.charged, again.charged) == (True, False)
-        assert not ledger.spend(one, fingerprint="state-a", replay_of=ledger.find("state-a")).charged
-        assert ledger.spend(one, fingerprint="state-b", replay_of=first.hash).charged
+        assert not ledger.spend(one, fingerprint="state-a", made="bits", replay_of=ledger.find("state-a")).charged
+        assert ledger.spend(one, fingerprint="state-b", made="bits", replay_of=first.hash).charged
         assert ledger.spend(
-            release(3, (0,), sound(gaussian())), fingerprint="state-a", replay_of=first.hash
+            release(3, (0,), sound(gaussian())), fingerprint="state-a", made="bits", replay_of=first.hash
         ).charged
         assert ledger.spend(
-            release(4, (0, 1), sound(gaussian())), fingerprint="state-a", replay_of=first.hash
+            release(4, (0, 1), sound(gaussian())), fingerprint="state-a", made="bits", replay_of=first.hash
         ).charged
         unmarked = ledger.spend(one, replay_of=first.hash)
         assert unmarked.charged  # no fingerprint proves nothing
@@ -566,19 +566,40 @@ def test_a_replay_is_free_only_with_the_same_seeded_noise_and_state(tmp_path: Pa
     assert Ledger.read(tmp_path / "ledger.jsonl").participations().tolist() == [5, 4, 0, 0]
 
 
+def test_a_replay_that_made_other_bits_is_a_second_release(tmp_path: Path) -> None:
+    """Another chunk, another instruction set, another activation: whatever changed the bits, both were shown."""
+    one = release(3, (0, 1), sound(gaussian()))
+    with make(tmp_path) as ledger:
+        first = ledger.spend(one, fingerprint="state-a", made="bits")
+        assert ledger.spend(one, fingerprint="state-a", made="other bits", replay_of=first.hash).charged
+        assert ledger.spend(one, fingerprint="state-a", replay_of=first.hash).charged  # nothing is known of it
+    assert Ledger.read(tmp_path / "ledger.jsonl").participations().tolist() == [3, 3, 0, 0]
+
+
+def test_what_a_client_spent_is_asked_without_a_budget(tmp_path: Path) -> None:
+    one = release(1, (0,), sound(gaussian()))
+    with make(tmp_path) as ledger:
+        ledger.spend(one)
+        assert ledger.spent(0, "server", "example") == ledger.epsilon("server", "example")
+        assert ledger.spent(1, "server", "example") == 0.0
+        tight = Budget(ledger.epsilon("server", "example") * 1.1, "server", "example")
+        assert ledger.would_exceed(one, (tight,)) and not ledger.would_exceed(one)
+        assert not ledger.would_exceed(one, (Budget(1e3, "server", "example"),))
+
+
 def test_fresh_noise_is_always_charged_again(tmp_path: Path) -> None:
     one = release(3, (0,), sound(gaussian()))
     with make(tmp_path, simulated=False) as ledger:
-        first = ledger.spend(one, fingerprint="state-a")
-        assert ledger.spend(one, fingerprint="state-a", replay_of=first.hash).charged
+        first = ledger.spend(one, fingerprint="state-a", made="bits")
+        assert ledger.spend(one, fingerprint="state-a", made="bits", replay_of=first.hash).charged
 
 
 def test_a_replay_after_reopening_is_recognised(tmp_path: Path) -> None:
     one = release(3, (0,), sound(gaussian(5.5)), sound(gaussian(5.5), "public"))
     with make(tmp_path) as ledger:
-        ledger.spend(one, fingerprint="f")
+        ledger.spend(one, fingerprint="f", made="bits")
     with Ledger.open(tmp_path / "ledger.jsonl") as ledger:
-        assert not ledger.spend(one, fingerprint="f", replay_of=ledger.find("f")).charged
+        assert not ledger.spend(one, fingerprint="f", made="bits", replay_of=ledger.find("f")).charged
 
 
 def test_killing_the_process_never_loses_a_release_that_was_handed_on(tmp_path: Path) -> None:

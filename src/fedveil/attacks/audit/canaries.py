@@ -39,6 +39,7 @@ from fedveil.federation.round import (
     learning_rate_of,
     merge,
     moment_of,
+    own_moment,
     plan_of,
     ranges_of,
     recipe_of,
@@ -51,12 +52,15 @@ from fedveil.keys import generator
 from fedveil.models import compile
 from fedveil.models.compile import Beside
 from fedveil.models.layout import flatten, layout_of
-from fedveil.privacy.events import Noise, Observer, Unit
+from fedveil.privacy.events import Observer, Unit
 from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.mechanisms import mechanism
 from fedveil.protect import ldp
-from fedveil.protect.promise import Round, real_batch
+from fedveil.protect.aggregate import Mean
+from fedveil.protect.law import Gaussian
+from fedveil.protect.place import InSum, Reports
 from fedveil.protect.recipe import Recipe
+from fedveil.protect.sampling import FullBatches
+from fedveil.protect.setting import Moment
 from fedveil.training import pool
 from fedveil.training.reference import example_gradient
 
@@ -92,10 +96,9 @@ class Staged:
 def unit_of(prepared: Prepared) -> tuple[Unit, Observer]:
     """Which unit the recipe protects, and the first observer who gets the noised release."""
     recipe = prepared.task.recipe
-    if recipe.mechanism == "two-valued":
+    if isinstance(recipe.place, Reports):
         return "reported-weight", "server"
-    unit: Unit = "client" if recipe.target == "update" else "example"
-    return unit, "public" if recipe.where in ("server", "sum") else "server"
+    return recipe.place.unit, "server" if recipe.place.open_uploads else "public"
 
 
 def _participations(prepared: Prepared, rounds: int, most: int | None) -> np.ndarray:
@@ -152,8 +155,8 @@ def _past_images(module: nn.Module, shape: tuple[int, ...], slots: int) -> tuple
 def _bare(recipe: Recipe, unit: Unit) -> Recipe:
     """The recipe without what no promise is about: it would only hide how much of a canary arrived. How clients come to
     an update is no part of a promise for whole clients, so one step on all rows will do there."""
-    bare = replace(recipe, aggregate="mean", proximal=0.0, heterogeneity=False)
-    return replace(bare, sampling="full") if unit == "client" else bare
+    bare = replace(recipe, aggregate=Mean(), proximal=0.0, heterogeneity=False)
+    return replace(bare, batches=FullBatches()) if unit == "client" else bare
 
 
 def stage(
@@ -163,7 +166,7 @@ def stage(
 
     rounds: how many will be played. most: how often the promise says that a client takes part at most."""
     task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
-    if task.recipe.mechanism == "two-valued":
+    if isinstance(task.recipe.place, Reports):
         raise UserError(
             "canary slots need additive noise; LDP-FL's two-valued reports are not audited this way."
         )
@@ -283,10 +286,10 @@ def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.
         state = following
 
 
-def _as_clipped(prepared: Prepared, state: State, now: Round, upload: Upload) -> np.ndarray:
+def _as_clipped(prepared: Prepared, state: State, now: Moment, upload: Upload) -> np.ndarray:
     """An upload in the space where it was clipped and noised: AdaClip maps back, NbAFL clips weights, not updates."""
     task = prepared.task
-    if task.recipe.clip.rule == "adaclip":
+    if task.recipe.clip.rule.rescales:
         work = work_of(task, state, now, upload.client)
         assert work.shift is not None and work.scale is not None
         moved = learning_rate_of(task, state.round) * task.setting.steps * work.shift
@@ -314,12 +317,14 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
         units = {client: _units(staged, task, now, client, size) for client, size in sizes.items()}
         noise, signal, batch = np.array([units[client] for client in hosts]).T
         if observer == "public":
-            everybody = task.setting.cohort if task.recipe.where == "server" else _everyone(task) / rate
+            everybody = task.setting.cohort
+            if isinstance(task.recipe.place, InSum):
+                everybody = task.recipe.place.everyone(task.recipe, task.setting) / rate
             seen, present = mean / prepared.task.server_learning_rate * everybody, np.ones(len(hosts), bool)
         else:
             present = np.isin(staged.host, list(uploads))
             seen = np.array([uploads[c][k] if c in uploads else 0.0 for k, c in enumerate(hosts)])
-            if task.recipe.where == "step":
+            if task.recipe.place.in_steps:
                 seen = seen * batch / rate
         total += np.where(present, seen / noise, 0.0)
         expected += np.where(present, signal / noise, 0.0)
@@ -333,37 +338,23 @@ def score(staged: Staged, promise: Prepared, rounds: int) -> tuple[Scores, float
     return Scores(values[chosen], values[~chosen]), threshold
 
 
-def _units(staged: Staged, task: Task, now: Round, client: int, size: int) -> tuple[float, float, float]:
+def _units(staged: Staged, task: Task, now: Moment, client: int, size: int) -> tuple[float, float, float]:
     """What the promise says of one round of a client: deviation of the noise on the sum, what a canary adds to that sum
     on average, and the batch that the sum is divided by."""
     recipe, setting = recipe_of(task, client), task.setting
-    sigmas = (task.own[client][1],) * len(now.sigmas) if client in task.own else now.sigmas
-    batch = real_batch(recipe, setting, size)
-    per = {"step": batch, "client": 1.0, "server": setting.cohort, "sum": _everyone(task)}[recipe.where]
-    factor = {"sum": 1.0, "example": math.sqrt(per), "mean": per}[recipe.noise_on]
-    steps = zip(sigmas, now.bounds, strict=True) if recipe.where == "step" else [(sigmas[0], now.bounds[0])]
-    reach, variance = 0.0, 0.0
-    for sigma, bound in steps:
-        reach += bound
-        variance += (_deviation(staged, recipe, sigma) * bound * factor) ** 2 if sigma * bound > 0 else 0.0
-    if recipe.clip.kind == "layer" and recipe.clip.split:
-        reach /= math.sqrt(task.layout.layers)
+    batch = recipe.batches.constant(setting.batch, size)
+    setting = replace(setting, dimension=staged.prepared.task.layout.size)
+    noised = recipe.place.noised(recipe, setting, own_moment(task, now, client), size)
+    bounds = now.bounds if recipe.place.in_steps else now.bounds[:1]
+    reach = sum(recipe.clip.piece(bound, task.layout.layers) for bound in bounds)
+    variance = sum(one.deviation**2 for one in noised)
     if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
         reach /= float(np.abs(staged.direction).sum())
-    if recipe.where in ("step", "sum"):
+    if recipe.place.target == "gradient":
         reach *= batch / size
-    elif recipe.where == "server":
+    elif not recipe.place.open_uploads:
         reach *= min(1.0, setting.cohort / setting.clients)
     return math.sqrt(variance) or 1.0, reach, batch
-
-
-def _deviation(staged: Staged, recipe: Recipe, sigma: float) -> float:
-    """Standard deviation of one coordinate's noise at clip bound 1."""
-    if recipe.mechanism == "gaussian":
-        return sigma
-    size = staged.prepared.task.layout.size
-    noise = Noise(recipe.mechanism, sigma, recipe.clip.norm, size)  # type: ignore[arg-type]
-    return math.sqrt(mechanism(noise).variance())
 
 
 def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> Scores:
@@ -398,11 +389,6 @@ def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> 
         raise UserError("no client reports in these rounds: nothing can be audited.")
     most = max(1, canaries // 2)
     return Scores(np.concatenate(high)[:most], np.concatenate(low)[:most])
-
-
-def _everyone(task: Task) -> float:
-    setting = task.setting
-    return float(setting.examples) if task.recipe.sampling == "full" else setting.batch * setting.clients
 
 
 def planned_signal(config: RunConfig, rounds: int, seed: int = 0) -> float:
@@ -470,7 +456,7 @@ def audit(
     base = prepare(config)
     if not base.task.recipe.private:
         raise UserError(f"recipe '{base.task.recipe.name}' adds no noise, so there is no promise to audit.")
-    reports = base.task.recipe.mechanism == "two-valued"
+    reports = isinstance(base.task.recipe.place, Reports)
     unit, observer = unit_of(base)
     rounds = min(rounds or config.rounds, config.rounds)
     with tempfile.TemporaryDirectory() as folder:
@@ -486,7 +472,7 @@ def audit(
     if reports:
         scores, threshold, coins = report_scores(executed, canaries, rounds, seed), 0.5, None
         engine = "reports of the client's own code"
-        if base.task.recipe.channel == "shuffle-parameters" and status == "sound":
+        if base.task.recipe.channel.hides_reports and status == "sound":
             epsilon = moment_of(base.task, start(base.task, base.initial)).epsilon
             engine += ", before the shuffler: what its theorem starts from"
     else:
@@ -503,7 +489,7 @@ def audit(
         status=status,
         curve=curve if status == "sound" and not reports else None,
         independent=True,
-        gaussian={recipe_of(base.task, c).mechanism for c in range(base.partition.clients)} == {"gaussian"},
+        gaussian=all(isinstance(recipe_of(base.task, c).law, Gaussian) for c in range(base.partition.clients)),
         reports=reports,
         significance=significance,
     )

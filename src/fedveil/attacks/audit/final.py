@@ -20,6 +20,7 @@ from fedveil.federation.config import RunConfig
 from fedveil.federation.loop import cohort_of, prepare, train_cohort
 from fedveil.federation.round import learning_rate_of, merge, moment_of, start, uploads_of
 from fedveil.privacy.ledger import Ledger
+from fedveil.protect.law import Gaussian
 
 
 def final_scores(staged: Staged, rounds: int, *, promise: object | None = None) -> tuple[Scores, float]:
@@ -44,7 +45,7 @@ def final_scores(staged: Staged, rounds: int, *, promise: object | None = None) 
         per, noises = {}, 0.0
         for client in clients.tolist():
             noise, signal, batch = _units(staged, said, told, client, prepared.partition.size(client))
-            factor = rate / batch if task.recipe.where == "step" else 1.0
+            factor = rate / batch if task.recipe.place.in_steps else 1.0
             per[client], noises = (
                 signal * factor / len(clients),
                 noises + (noise * factor / len(clients)) ** 2,
@@ -67,7 +68,7 @@ def audit_final(
     """Judge the promise to whoever gets only the final model. Clients add their own noise (where = step or client)."""
     base = prepare(config)
     recipe = base.task.recipe
-    if not recipe.private or recipe.mechanism != "gaussian" or recipe.where not in ("step", "client"):
+    if not isinstance(recipe.law, Gaussian) or not recipe.place.own_noise:
         raise UserError(
             "the final model alone is audited where clients add Gaussian noise; elsewhere the usual audit sees no more."
         )

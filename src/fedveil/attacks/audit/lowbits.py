@@ -28,12 +28,12 @@ from fedveil.attacks.audit.bounds import clopper_pearson_bound
 from fedveil.attacks.audit.canaries import Staged, stage, unit_of
 from fedveil.federation.loop import Prepared, cohort_of, train_cohort
 from fedveil.federation.round import (
-    Task,
     Upload,
     clip_update,
     learning_rate_of,
     merge,
     moment_of,
+    noised_of,
     plan_of,
     recipe_of,
     sanitise_update,
@@ -43,8 +43,12 @@ from fedveil.federation.round import (
 )
 from fedveil.keys import derive
 from fedveil.protect import noise
-from fedveil.protect.promise import real_batch
+from fedveil.protect.aggregate import Mean
+from fedveil.protect.clip import Given
+from fedveil.protect.law import Gaussian, Laplace
+from fedveil.protect.place import InSum
 from fedveil.protect.recipe import spacing
+from fedveil.protect.sampling import FullBatches
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork
 
@@ -185,31 +189,30 @@ def machines(prepared: Prepared, client: int = 0) -> list[Arithmetic]:
     task = prepared.task
     now = moment_of(task, start(task, prepared.initial))
     recipe = recipe_of(task, client)
-    law: Law = "laplace" if recipe.mechanism == "laplace" else "normal"
-    sigma = task.own[client][1] if client in task.own else now.sigmas[0]
-    bound = now.bounds[0]
+    law: Law = "laplace" if isinstance(recipe.law, Laplace) else "normal"
+    noised = noised_of(task, now, client, prepared.partition.size(client))[0]
+    bound = recipe.clip.piece(now.bounds[0], task.layout.layers)
     fusing = [False]
     grid = spacing(recipe, now.bounds, now.sigmas)
-    if recipe.where == "step":
-        batch = real_batch(recipe, task.setting, prepared.partition.size(client))
-        factor = {"sum": 1.0, "mean": batch, "example": math.sqrt(batch)}[recipe.noise_on]
-        if recipe.clip.kind == "layer" and recipe.clip.split:
-            sigma, bound = sigma * math.sqrt(task.layout.layers), bound / math.sqrt(task.layout.layers)
+    if recipe.place.in_steps:
+        batch = recipe.batches.constant(task.setting.batch, prepared.partition.size(client))
+        per_bound = noised.scale / bound
         rate = learning_rate_of(task, 0)
         ends: list[tuple[tuple[Any, float], ...]] = [
             (("*", float(np.float32(1.0 / batch))), ("*", -rate)), (("/", batch), ("*", -rate)),
         ]  # fmt: skip
         single = float(np.float32(bound))
-        scales = [(sigma * factor * single,), (sigma * factor * bound,), (sigma * factor, bound)]
+        scales = [(per_bound * single,), (noised.scale,), (per_bound, bound)]
         wide, fusing = False, [True, False]
-    elif recipe.where == "client":
-        ends, scales, wide = [()], [(sigma * (bound if recipe.clip.kind != "none" else 1.0),)], False
+    elif recipe.place.own_noise:
+        ends, scales, wide = [()], [(noised.scale,)], False
     else:
-        per = task.setting.cohort if recipe.where == "server" else _everyone(task)
-        factor = {"sum": 1.0, "mean": per, "example": math.sqrt(per)}[recipe.noise_on]
-        rates = () if recipe.where == "server" else (("*", learning_rate_of(task, 0)),)
+        per = task.setting.cohort
+        rates: tuple[tuple[Any, float], ...] = ()
+        if isinstance(recipe.place, InSum):
+            per, rates = recipe.place.everyone(recipe, task.setting), (("*", learning_rate_of(task, 0)),)
         ends = [(("/", per), *rates, ("*", task.server_learning_rate))]
-        scales, wide = [(sigma * bound * factor,)], True
+        scales, wide = [(noised.scale,)], True
     if grid > 0:
         laws: tuple[Law, ...] = ("lattice", "unsnapped")
         return [Arithmetic(which, which, (grid,), end, wide) for which in laws for end in ends]
@@ -217,11 +220,6 @@ def machines(prepared: Prepared, client: int = 0) -> list[Arithmetic]:
         Arithmetic(f"float32 {law}", law, scale, end, wide, fused)
         for scale in scales for end in ends for fused in fusing
     ]  # fmt: skip
-
-
-def _everyone(task: Task) -> float:
-    setting = task.setting
-    return float(setting.examples) if task.recipe.sampling == "full" else setting.batch * setting.clients
 
 
 def fitting(
@@ -294,17 +292,17 @@ def count(
 def why_not(prepared: Prepared) -> str:
     """Why low bits of this run are not looked at; empty if they are."""
     recipe, setting = prepared.task.recipe, prepared.task.setting
-    if not recipe.private or recipe.mechanism == "two-valued":
+    if recipe.law is None:
         return "there is no additive noise"
-    if recipe.mechanism not in ("gaussian", "laplace"):
-        return f"the value set of {recipe.mechanism} noise is not modelled"
-    if recipe.where == "step" and setting.steps > 1:
+    if not isinstance(recipe.law, (Gaussian, Laplace)):
+        return f"the value set of {recipe.law.name} noise is not modelled"
+    if recipe.place.in_steps and setting.steps > 1:
         return f"{setting.steps} noisy steps add up before anything leaves the client"
-    if recipe.clip.rule != "given" or recipe.sensitivity != "bound":
+    if type(recipe.clip.rule) is not Given or recipe.scale.batch:
         return "the noise scale comes from the data"
-    if recipe.clip.of == "weights" or recipe.prune or recipe.share < 1 or recipe.downlink_sigma:
+    if recipe.clip.of == "weights" or recipe.thin.anything or recipe.downlink_sigma:
         return "what follows the noise is not linear"
-    if recipe.where in ("server", "sum") and (recipe.aggregate != "mean" or prepared.task.server_momentum):
+    if not recipe.place.open_uploads and (recipe.aggregate != Mean() or prepared.task.server_momentum):
         return "the server's step is not linear"
     return ""
 
@@ -325,7 +323,7 @@ def neighbours(
     why = why_not(prepared)
     recipe = prepared.task.recipe
     unit, observer = unit_of(prepared)
-    if not why and unit == "example" and recipe.sampling != "full":
+    if not why and unit == "example" and not isinstance(recipe.batches, FullBatches):
         why = "batches are drawn at random and secret: use slots"
     delta = prepared.config.delta if delta is None else delta
     if why:
@@ -362,7 +360,7 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
         for inside, own in kept.items()
     }
     now = moment_of(prepared.task, state)
-    if recipe.where == "step":
+    if recipe.place.in_steps:
         plan = plan_of(prepared.task, now, client, len(rows))
         quiet = replace(plan, noise="none", multipliers=(), learning_rate=1.0, expected_batch=1.0, grid=0.0)
 
@@ -384,7 +382,7 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
         inside: _uploads(replace(prepared, task=task), everybody, state, now)
         for inside, task in sides.items()
     }
-    if recipe.where == "client":
+    if recipe.place.own_noise:
         return _client_releases(prepared, client, now, state)
     if unit == "client":
         uploads[False] = [u for u in uploads[False] if u.client != client]
@@ -417,7 +415,7 @@ def _client_releases(
     def made(inside: bool, key: bytes, n: int) -> np.ndarray:
         tasks = (replace(task, root=derive(key, "one", k)) for k in range(n))
         return np.stack(
-            [sanitise_update(t, now, recipe, trained[inside], client, state.weights) for t in tasks]
+            [sanitise_update(t, now, trained[inside], client, state.weights) for t in tasks]
         )
 
     return made, totals

@@ -103,7 +103,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
     known: dict[str, Any] = {"noise": noise}
     if plan.clip != "none" and plan.bound_rule == "given":
         known |= {"clip": plan.clip, "bound": plan.bounds[0], "clip_norm": plan.clip_norm}
-    if recipe.clip.rule == "adaclip":
+    if recipe.clip.rule.rescales:
         work = work_of(task, state, first.moment, client)
         known |= {"shift": torch.as_tensor(work.shift), "scale": torch.as_tensor(work.scale)}
         if (
@@ -112,8 +112,8 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
             values = (values + plan.learning_rate * plan.steps * known["shift"]) / known["scale"]
     if first.tap == "type2":
         return Leak(values, task.layout, **known)
-    about_update = recipe.target == "update" and recipe.clip.of == "update"
-    if about_update and first.tap != "type1" and recipe.clip.kind != "none":
+    about_update = recipe.place.target == "update" and recipe.clip.of == "update"
+    if about_update and first.tap != "type1" and recipe.clip.bounded:
         known |= {
             "clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_norm": recipe.clip.norm,
             "clip_on": "whole",
@@ -125,7 +125,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
         batch=batch,
         steps=plan.steps,
         learning_rate=plan.learning_rate * batch / plan.expected_batch,
-        pruned=first.tap != "type1" and (recipe.prune > 0 or recipe.share < 1),
+        pruned=first.tap != "type1" and recipe.thin.anything,
         **known,
     )
 
@@ -234,7 +234,7 @@ def measure(
     figures = {
         "kind": "gradient",
         "recipe": task.recipe.name,
-        "noise_on": task.recipe.noise_on,
+        "noise_on": task.recipe.noise_on.name,
         "tap": tap,
         "method": method,
         "dataset": dataset.name,

@@ -21,6 +21,7 @@ from fedveil.federation.config import make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, start
 from fedveil.federation.view import view
+from fedveil.protect.place import AtServer
 
 Kind = Literal["imprint", "trap", "isolate"]
 KINDS: tuple[Kind, ...] = ("imprint", "trap", "isolate")
@@ -86,17 +87,17 @@ def steal(prepared: Prepared, kind: Kind, *, clients: int = 1, batch: int = 64, 
     span = 1.0 if not dataset.pixel_range else dataset.pixel_range[1] - dataset.pixel_range[0]
     found = int((nearest(candidates, truth) < STRICT_MSE * span**2).sum())
     false = float((nearest(candidates, strangers) < STRICT_MSE * span**2).mean())
-    where = prepared.task.recipe.where
+    raw = prepared.task.recipe.place.raw("server", prepared.task.recipe)
     return Stolen(
         kind, task.recipe.name, dataset.name, clients, len(victims), found, found / len(victims),
         exact_interval(found, len(victims)), false, len(candidates),
-        "whoever sees the sum" if clients > 1 else "the server" if where != "server" else "participants",
+        "whoever sees the sum" if clients > 1 else "participants" if raw else "the server",
     )  # fmt: skip
 
 
 def _seen(prepared: Prepared, weights: np.ndarray, client: int, rows: np.ndarray) -> np.ndarray:
     state: State = replace(start(prepared.task, prepared.initial), weights=weights)
-    tap = "type0-sanitised" if prepared.task.recipe.where == "server" else "type0"
+    tap = "type0-sanitised" if isinstance(prepared.task.recipe.place, AtServer) else "type0"
     return view(prepared.task, state, tap, client, rows=rows).values[0].astype(np.float64)
 
 

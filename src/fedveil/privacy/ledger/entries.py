@@ -369,6 +369,7 @@ def check_body(body: dict[str, Any], budgets: int) -> None:
     need(isinstance(body.get("fingerprint"), str), "fingerprint")
     need(isinstance(body.get("charged"), bool), "charge")
     need(isinstance(body.get("note", ""), str), "note")
+    need(isinstance(body.get("made", ""), str), "hash of what was made")
     parts, groups = body.get("parts"), body.get("groups")
     need(isinstance(parts, list) and all(isinstance(claims, list) for claims in parts), "parts")
     need(

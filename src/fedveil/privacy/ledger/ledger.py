@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,7 @@ class _Past(NamedTuple):
 
     fingerprint: str
     content: str
+    made: str
 
 
 @dataclass(frozen=True)
@@ -161,13 +163,15 @@ class Ledger:
 
     # -- writing
 
-    def spend(self, release: Release, *, fingerprint: str = "", replay_of: str | None = None) -> Receipt:
+    def spend(
+        self, release: Release, *, fingerprint: str = "", replay_of: str | None = None, made: str = ""
+    ) -> Receipt:
         """Charge a release; when this returns it is on disk and may be handed on.
 
-        fingerprint: hash of checkpoint, cohort and configuration. replay_of: the hash of an earlier record
-        that this release repeats after a crash. It is the same release, and not charged again, only if the
-        noise is seeded (`simulated`) and fingerprint, round, clients and claims agree; otherwise it is a
-        second release and charged as one.
+        fingerprint: hash of checkpoint, cohort and configuration. made: hash of what will be handed on, noise included.
+        replay_of: the hash of an earlier record that this release repeats after a crash. It is the same release, and not
+        charged again, only if the noise is seeded (`simulated`), fingerprint, round, clients and claims agree, and the very
+        same bits were `made`; otherwise it is a second release and charged as one.
 
         Raises `BudgetExceeded` before anything is charged. The refusal is recorded: from then on every
         release that touches this budget is refused, also after reopening.
@@ -178,28 +182,46 @@ class Ledger:
         if replay_of is not None and replay_of not in self._past:
             raise UserError(f"replay_of {replay_of}: the ledger has no release with this hash.")
         body = self._encode(release)
-        this = _Past(fingerprint, _content(body))
-        charged = not (self.header.simulated and fingerprint and replay_of and self._past[replay_of] == this)
+        this = _Past(fingerprint, _content(body), made)
+        known = bool(fingerprint and made and replay_of)
+        charged = not (self.header.simulated and known and self._past[replay_of or ""] == this)
         if charged and (over := self.would_exceed(release)):
             numbers = {self.header.budgets.index(exceeded.budget) for exceeded in over}
             if not numbers <= self._spent:
                 self._accept({"kind": "spent", "round": int(release.round), "budgets": sorted(numbers)})
             raise BudgetExceeded(over)
         body.update(fingerprint=fingerprint, charged=charged)
+        if made:
+            body["made"] = made
         if replay_of is not None:
             body["replay_of"] = replay_of
         record = self._accept(body, release)
         return Receipt(record.number, record.hash, charged)
 
-    def would_exceed(self, release: Release) -> tuple[Exceeded, ...]:
-        """The budgets that `release` would exceed, or that were refused once; empty if it may be made."""
-        if not self.header.budgets:
+    def would_exceed(self, release: Release, budgets: Sequence[Budget] | None = None) -> tuple[Exceeded, ...]:
+        """The budgets that `release` would exceed, or that were refused once; empty if it may be made.
+
+        budgets: other ones than the header's, e.g. what an owner allows today; nothing is recorded about them.
+        """
+        asked = self.header.budgets if budgets is None else tuple(budgets)
+        if not asked:
             return ()
         check_release(release, self.header.clients)
-        touched = self._touched(release)
-        gone = [Exceeded(self.header.budgets[i], None, spent=True) for i in touched if i in self._spent]
-        fresh = [self.header.budgets[i] for i in touched if i not in self._spent]
+        touched = self._touched(release, asked)
+        refused = self._spent if budgets is None else set[int]()
+        gone = [Exceeded(asked[i], None, spent=True) for i in touched if i in refused]
+        fresh = [asked[i] for i in touched if i not in refused]
         return (*gone, *self._over(fresh, release))
+
+    def spent(
+        self, client: int, observer: str, unit: str, delta: float | None = None, accountant: str = "pld"
+    ) -> float | None:
+        """Epsilon that one client has spent with an observer so far; None if no finite promise is left."""
+        check_name("observer", observer, OBSERVERS)
+        check_name("unit", unit, UNITS)
+        meter = Budget(math.inf, observer, unit, client, delta=delta, accountant=accountant)  # type: ignore[arg-type]
+        view = self._view(client)
+        return self._reached(view, meter, None) if view.claims((meter.observer, meter.unit)) else 0.0
 
     # -- reading
 
@@ -278,7 +300,7 @@ class Ledger:
         if body["kind"] == "spent":
             self._spent.update(body["budgets"])
         elif body["kind"] == "release":
-            self._past[record.hash] = _Past(body["fingerprint"], _content(body))
+            self._past[record.hash] = _Past(body["fingerprint"], _content(body), body.get("made", ""))
             if body["charged"]:
                 self._book.add(release or self._decode(body))
                 self._rounds.add(body["round"])
@@ -311,7 +333,7 @@ class Ledger:
             return _View(self._book, self._committed, client, client)
         return _View(self._book.alone(client), self._committed.alone(client), client, 0)
 
-    def _touched(self, release: Release) -> list[int]:
+    def _touched(self, release: Release, budgets: Sequence[Budget]) -> list[int]:
         """Numbers of the budgets that a release can move (a co-holder of an example moves them too)."""
         everyone: dict[str, set[Pair]] = {
             "sound": set(),
@@ -327,7 +349,7 @@ class Ledger:
             everyone["sound"] |= {pair for pair, end in ends_of(claims).items() if end.everyone}
         anybody = set().union(*everyone.values(), *own.values())
         touched = []
-        for i, budget in enumerate(self.header.budgets):
+        for i, budget in enumerate(budgets):
             pair, client = (budget.observer, budget.unit), budget.client
             if client is None or (budget.unit == "example" and self.header.copies > 1):
                 moved = pair in anybody

@@ -22,7 +22,7 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.special import gammaln
 
-from fedveil.privacy.accountants import Answer, Composition
+from fedveil.privacy.accountants import Answer, Composition, with_samplers
 from fedveil.privacy.events import Claim, Event
 from fedveil.privacy.ledger.balance import Book, Pair, once
 
@@ -193,7 +193,7 @@ class Judge:
         if key not in self._answers:
             if len(self._answers) >= _REMEMBERED:
                 self._answers.clear()
-            self._answers[key] = self._compose(uses, accountant).answer(delta)
+            self._answers[key] = with_samplers(self._compose(uses, accountant), uses.items(), delta)
         return self._answers[key]
 
     def _compose(self, uses: dict[Event, int], accountant: str) -> Composition:
