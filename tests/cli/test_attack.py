@@ -199,13 +199,19 @@ def test_audit_of_a_run_whose_ledger_promises_too_much_exits_with_one(finished, 
 
 
 def test_audit_of_a_run_with_float_noise_sees_it_in_the_low_bits(tmp_path):
-    simulate(make_config({
-        "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 1, "local_steps": 1, "batch_size": 100,
-        "protect": {"sigma": 3.0, "grid": 0.0}, "model": "papers-mlp", "partition": "iid", "report": False,
-    }), tmp_path / "run")  # fmt: skip
-    result = call("audit", tmp_path / "run", "--canaries", 400)
+    """A ledger that promises what exact noise gives, over a run whose noise was float32."""
+    exact, floats = tmp_path / "exact", tmp_path / "floats"
+    for folder, more in ((exact, {}), (floats, {"grid": 0.0})):
+        simulate(make_config({
+            "recipe": "fed-cdp-sound", "dataset": "digits", "clients": 3, "rounds": 1, "local_steps": 1, "batch_size": 100,
+            "protect": {"sigma": 3.0, **more}, "model": "papers-mlp", "partition": "iid", "report": False,
+        }), folder)  # fmt: skip
+    own = {r["verdict"] for r in json.loads((floats / "result.json").read_text())["ledger"] if r["observer"] == "server"}
+    assert "sound" not in own  # the run itself says so
+    (floats / "ledger.jsonl").write_bytes((exact / "ledger.jsonl").read_bytes())
+    result = call("audit", floats, "--canaries", 400)
     assert result.exit_code == 1 and "cannot come from the neighbour" in " ".join(result.output.split())
-    summary = json.loads((tmp_path / "run" / "attacks" / "summary.json").read_text())
+    summary = json.loads((floats / "attacks" / "summary.json").read_text())
     assert any("do not use this run" in row["means"] for row in summary["rows"])
 
 

@@ -72,14 +72,14 @@ def test_the_staircase_histogram_is_its_density_with_the_true_lambda(lam, nu):
 def test_the_measured_error_is_the_distance_to_the_update_without_noise(name):
     """With one local step nothing follows from the noise but the noise itself."""
     noisy = prepared(name, "sigma=3", "local_steps=1", "sampling=full")
-    still = prepared(name, "sigma=0.01", "local_steps=1", "sampling=full")
+    still = prepared(name, "sigma=0.02", "local_steps=1", "sampling=full")
     state = start(noisy.task, noisy.initial)
     one = np.array([0])
     distance = udp.measured_l1(
         play_round(noisy, state, one)[0].weights, play_round(still, state, one)[0].weights
     )
     _, facts, private = play_round(noisy, state, one)
-    assert private["measured_l1"] == pytest.approx(distance, rel=5e-3)
+    assert private["measured_l1"] == pytest.approx(distance, rel=2e-2)
     assert facts["expected_l1"] == pytest.approx(facts["expected_l1_bound"])  # one addition
     assert "measured_l1" not in facts  # what the noise was stays private
 
@@ -130,5 +130,6 @@ def test_nbafl_clips_the_whole_model_and_charges_twice_the_bound():
     direction = (state.weights + update) / np.linalg.norm(state.weights + update)
     np.testing.assert_allclose(whole, 0.5 * direction, atol=1e-6)
     events = events_of(run.task, run.config, 1.0, 1, 100)
-    assert {(e.relation, e.noise.multiplier) for e in events} == {("replace-one", 0.5)}
+    ((relation, z),) = {(e.relation, e.noise.multiplier) for e in events}
+    assert relation == "replace-one" and z == pytest.approx(0.5, rel=1e-3)
     assert plan_of(run.task, now, 0, 100).clip == "none"  # nothing is clipped inside local training

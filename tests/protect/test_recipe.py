@@ -145,7 +145,6 @@ def test_dropping_coordinates_before_the_noise_of_a_sum_is_refused():
 @pytest.mark.parametrize(
     ("name", "changes", "word"),
     [
-        ("udp-fl-staircase", {"grid": 1e-6}, "no exact form"),
         ("ldp-fl", {"grid": 1e-6}, "no exact form"),
         ("non-private", {"grid": 1e-6}, "no exact form"),
         ("random-noise", {"grid": 1e-6}, "clip.kind"),
@@ -173,8 +172,7 @@ def test_noise_narrower_than_ten_grid_steps_is_refused():
 def test_exact_noise_is_the_default_wherever_the_scale_is_public():
     for name, recipe in catalogue().items():
         follows = recipe.scale.batch or recipe.clip.rule.batch
-        wide = getattr(recipe.law, "width", 1.0) == 1
-        exact = recipe.law is not None and recipe.clip.bounded and not follows and wide
+        exact = recipe.law is not None and recipe.clip.bounded and not follows
         assert (recipe.fineness > 0) == exact, name
 
 

@@ -147,15 +147,11 @@ class Staircase:
 
     name: str = "staircase"
     kernel: str = "staircase"
+    grid: float = 2.0**-32
     adds_up: bool = False
     scales: bool = False
     nu: float | None = None
     width: float = 1.0
-
-    @property
-    def grid(self) -> float:
-        """Only steps as wide as the bound have an exact form here."""
-        return 2.0**-32 if self.width == 1 else 0.0
 
     def refusal(self, recipe: Recipe) -> str:
         flat = recipe.clip.kind == "flat" and recipe.clip.norm == "l2"
@@ -177,8 +173,9 @@ class Staircase:
         return exact.staircase(key, step, count, self._stairs(scale, shape, count, norm))
 
     def _stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
-        """The shape for a period of `scale` grid steps, widened by what rounding adds."""
-        return exact.stairs(1 / shape, max(2, exact.snapped_period(scale, 1.0, count, norm)), self.nu)
+        """The shape for a period of `scale` grid steps, widened as the bound is by rounding."""
+        width = self.width_of(count)
+        return exact.stairs(1 / shape, max(2, exact.snapped_period(scale / width, 1.0, count, norm, width)), self.nu)
 
     def deviation(self, scale: float, shape: float, dimension: int) -> float:
         named = Noise("joint-staircase", shape, norm="l1", dimension=dimension, nu=self.nu)
