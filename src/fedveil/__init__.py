@@ -36,6 +36,7 @@ _PUBLIC = {
     "resume": "fedveil.api",
     "protect": "fedveil.api",
     "Result": "fedveil.api",
+    "check_practice": "fedveil.federation.practice",
     "backbone": "fedveil.models.backbones",
     "Backbone": "fedveil.models.backbones",
     "replace_batch_norm": "fedveil.models.surgery",

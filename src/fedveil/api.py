@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from fedveil.data.datasets import Dataset
 from fedveil.errors import UserError
 from fedveil.federation import loop
-from fedveil.federation.config import load_config, make_config
+from fedveil.federation.config import GIVEN, load_config, make_config, trusting_code
 from fedveil.federation.loop import OnRound
 from fedveil.federation.store import open_run
 from fedveil.models.layout import layout_of, load
@@ -145,12 +145,14 @@ def run(
     if isinstance(model, str):
         changes["model"] = model
     if isinstance(name, Recipe):
-        config = make_config({"recipe": name.name}, {**_parts(name), **changes})
+        config = _config_of(name, changes)
     else:
-        config = load_config(name, changes)
+        with trusting_code():  # whoever calls this runs code already
+            config = load_config(name, changes)
     folder = Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
-    facts = loop.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
-    return _result(folder, facts, config, own, module)
+    with trusting_code():
+        facts = loop.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
+        return _result(folder, facts, config, own, module)
 
 
 def resume(
@@ -158,12 +160,15 @@ def resume(
     *,
     data: Dataset | None = None,
     model: nn.Module | None = None,
+    recipe: Recipe | None = None,
     on_round: OnRound | None = None,
 ) -> Result:
-    """Continue the run in a directory (own data or modules are passed again: a run directory holds neither)."""
+    """Continue the run in a directory (own data, modules or recipes are passed again: a run directory holds none)."""
     config = open_run(path).config
-    facts = loop.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
-    return _result(Path(path), facts, config, data, model)
+    config = config if recipe is None else config.given(recipe)
+    with trusting_code():
+        facts = loop.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
+        return _result(Path(path), facts, config, data, model)
 
 
 def protect(
@@ -202,10 +207,22 @@ def protect(
     )
 
 
-def _parts(value: Recipe) -> dict[str, Any]:
-    """What differs between a recipe value and the catalogue's entry of the same name, as configuration changes."""
-    base, own = spell(get(value.name)), spell(value)
-    return {key: _text(given) for key, given in own.items() if given != base[key] and key not in ("summary", "paper")}
+def _config_of(value: Recipe, changes: dict[str, Any]) -> Any:
+    """A configuration of a recipe given as a value.
+
+    Where the catalogue's entry of that name differs only in keys, or all parts are ours, the keys spell it and the run
+    directory holds the whole recipe; else it must be given again to resume the run.
+    """
+    base = catalogue().get(value.name, Recipe(value.name))
+    before, own = spell(base), spell(value)
+    parts = {key: _text(given) for key, given in own.items() if given != before[key] and key not in ("summary", "paper")}
+    spelled = all(isinstance(given, (str, float, int, bool, type(None))) for given in parts.values())
+    if spelled and with_changes(base, parts) == replace(value, about=base.about):
+        known = value.name in catalogue()
+        keys = parts if known else {**parts, "name": value.name}
+        named = value.name if known else "non-private"
+        return make_config({"recipe": named}, {**{f"protect.{key}": given for key, given in keys.items()}, **changes})
+    return make_config({"recipe": f"{GIVEN}{value.name}"}, changes, recipe=value)
 
 
 def _text(value: Any) -> Any:

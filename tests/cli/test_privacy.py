@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fedveil import cli
-from fedveil.cli.common import figure, plain
+from fedveil.cli.common import figure
+from fedveil.jsons import plain
 from fedveil.privacy.events import Claim, Event, Noise, Release, Sampling
 from fedveil.privacy.ledger import Header, Ledger
 

@@ -17,12 +17,12 @@ from fedveil.attacks.audit import plan as planning
 from fedveil.attacks.audit.final import audit_final
 from fedveil.attacks.leakage import measure
 from fedveil.attacks.malicious import attack as malicious
-from fedveil.cli.common import plain
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, model_weights, moment_of, start
+from fedveil.jsons import plain
 from fedveil.protect.law import Gaussian
 from fedveil.protect.place import Reports
 

@@ -125,9 +125,11 @@ def attack(
         result: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
         emit(result, as_json, lambda: _show_gradients(rows))
         return
+    from fedveil.federation.config import TRUSTED
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     refuse_foreign_code(open_run(run), trust_code)
+    TRUSTED.set(trust_code)
     results = _on_run(
         run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data
     )
@@ -233,9 +235,11 @@ def audit(
       fedveil audit runs/first --plan --factor 2
     """
     from fedveil.attacks import campaign
+    from fedveil.federation.config import TRUSTED
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     refuse_foreign_code(open_run(run), trust_code)
+    TRUSTED.set(trust_code)
     if plan:
         needed = campaign.plan_audit(run, rounds=rounds, seed=seed, significance=significance, factor=factor)
         emit(needed, as_json, lambda: print(needed["sentence"]))

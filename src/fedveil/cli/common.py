@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import plain
 
 TrustFlag = Annotated[
     bool, typer.Option("--trust-code", help="Import the module:function that a run directory names.")
@@ -29,19 +30,6 @@ def emit(data: Any, as_json: bool, show: Callable[[], None]) -> None:
         sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
     else:
         show()
-
-
-def plain(data: Any) -> Any:
-    """Data that JSON can hold: NumPy numbers unwrapped, infinite and undefined numbers as null."""
-    if isinstance(data, dict):
-        return {str(key): plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [plain(value) for value in data]
-    if hasattr(data, "tolist"):
-        return plain(data.tolist())
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return str(data) if isinstance(data, Path) else data
 
 
 def figure(value: float | None, digits: int = 4, missing: str = "-") -> str:

@@ -61,13 +61,15 @@ def run(
 
       fedveil run my-study.toml --resume --out runs/study
     """
-    from fedveil.federation.config import load_config
+    from fedveil.federation.config import TRUSTED, load_config
     from fedveil.federation.loop import run as simulate
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     changes = [*change, *([f'data="{data}"'] if data else [])]
     if resume and out is None:
         raise UserError("--resume needs --out DIR: the run to continue")
+    if trust_code:
+        TRUSTED.set(True)
     config = load_config(name, changes)
     if resume and out is not None and (out / "run.json").exists() and not change:
         before = open_run(out)
@@ -97,7 +99,7 @@ def run(
 def _audit(folder: Path) -> tuple[dict[str, Any], int]:
     """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
     from fedveil.attacks import campaign
-    from fedveil.cli.common import plain
+    from fedveil.jsons import plain
 
     figures, code = campaign.audit_run(folder)
     campaign.save(folder / "attacks", "audit", figures)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
 from fedveil.privacy.schedules import following_rate
-from fedveil.protect.catalogue import ALIASES, catalogue, get
+from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.recipe import KEYS, Recipe, with_changes
 from fedveil.training.optimisers import parse as parse_optimiser
 
@@ -22,6 +24,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
+
+
+TRUSTED: ContextVar[bool] = ContextVar("may code that a configuration names be imported?", default=False)
+GIVEN = "given:"  # in front of the name of a recipe that is a value of the calling program
 
 
 class RunConfig(BaseModel):
@@ -105,14 +111,38 @@ class RunConfig(BaseModel):
     diagnostics: bool = Field(True, description="record private diagnostics (norms, losses)")
     report: bool = True
 
+    _given: Recipe | None = PrivateAttr(default=None)
+
     @field_validator("recipe")
     @classmethod
     def _known_recipe(cls, name: str) -> str:
-        return get(name).name
+        return name if named_code(name) or name.startswith(GIVEN) else get(name).name
+
+    def given(self, recipe: Recipe) -> RunConfig:
+        """The same configuration with its recipe as a value."""
+        copy = self.model_copy()
+        copy._given = recipe
+        return copy
+
+    def _base(self) -> Recipe:
+        if self._given is not None:
+            return self._given
+        if self.recipe.startswith(GIVEN):
+            raise UserError(
+                f"the recipe '{self.recipe.removeprefix(GIVEN)}' was given as a value: pass it again (recipe=…), or name it as "
+                "my_package.module:my_recipe from the start"
+            )
+        if not named_code(self.recipe):
+            return get(self.recipe)
+        if not TRUSTED.get():
+            raise UserError(
+                f"the configuration names code to import: recipe '{self.recipe}'. If you wrote it and trust it, add --trust-code"
+            )
+        return own(self.recipe)
 
     def built_recipe(self) -> Recipe:
         """The recipe with this configuration's changes; a bound that follows the learning rate gets its values."""
-        recipe = with_changes(get(self.recipe), self.protect)
+        recipe = with_changes(self._base(), self.protect)
         bound = following_rate(recipe.clip.bound, self.learning_rate, self.learning_rate_end)
         return (
             recipe if bound is recipe.clip.bound else replace(recipe, clip=replace(recipe.clip, bound=bound))
@@ -146,6 +176,16 @@ CENTRAL_DEFAULTS: dict[str, Any] = {"clients": 1, "partition": "iid", "cohort_si
 CENTRAL_BATCH = {"mnist": 600, "fashion_mnist": 600, "cifar10": 500, "lfw": 22, "location30": 100}
 
 
+@contextmanager
+def trusting_code() -> Iterator[None]:
+    """Within this block a configuration may name a recipe of the user's own package, which is then imported."""
+    before = TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        TRUSTED.reset(before)
+
+
 def shipped() -> dict[str, str]:
     """Names and TOML texts of the shipped configurations."""
     folder = resources.files("fedveil") / "configs"
@@ -169,7 +209,7 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
     elif name_or_path.lower() in shipped():
         values = _read_toml(shipped()[name_or_path.lower()], where)
         values.setdefault("name", name_or_path.lower())
-    elif name_or_path in catalogue() or name_or_path in ALIASES:
+    elif name_or_path in catalogue() or name_or_path in ALIASES or named_code(name_or_path):
         values = {"recipe": name_or_path}
         where = ""
     else:
@@ -182,8 +222,10 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
     return make_config(values, pairs, where)
 
 
-def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, where: str = "") -> RunConfig:
-    """Check and complete plain values: dataset defaults, then `values`, then `changes`."""
+def make_config(
+    values: Mapping[str, Any], changes: Mapping[str, Any] = {}, where: str = "", recipe: Recipe | None = None
+) -> RunConfig:
+    """Check and complete plain values: dataset defaults, then `values`, then `changes`. recipe: given as a value."""
     merged = _routed(values, where)
     for key, value in _routed(changes, "--set").items():
         if key in ("protect", "partition_options", "model_options"):
@@ -193,7 +235,9 @@ def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, wher
     dataset = str(merged.get("dataset", "cancer"))
     base = dict(DATASET_DEFAULTS.get(dataset, {}))
     recipe_name = str(merged.get("recipe", ""))
-    known = catalogue().get(ALIASES.get(recipe_name, recipe_name))
+    known = recipe or catalogue().get(ALIASES.get(recipe_name, recipe_name))
+    if known is None and named_code(recipe_name) and TRUSTED.get():
+        known = own(recipe_name)
     if known is not None and known.about.family == "central":
         base.update(CENTRAL_DEFAULTS)
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
@@ -205,6 +249,7 @@ def make_config(values: Mapping[str, Any], changes: Mapping[str, Any] = {}, wher
         config = RunConfig(**{**base, **merged})
     except ValidationError as wrong:
         raise UserError(_explain(wrong, where)) from None
+    config = config if recipe is None else config.given(recipe)
     config.built_recipe()
     check_config(config)
     return config

@@ -23,7 +23,7 @@ from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import store
-from fedveil.federation.config import RunConfig, check_config
+from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.round import (
     State,
     Task,
@@ -44,8 +44,9 @@ from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
+from fedveil.protect.catalogue import named_code
 from fedveil.protect.promise import divergence, release, unpaid
-from fedveil.protect.recipe import Recipe
+from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
 from fedveil.training import pool
 from fedveil.training.contract import LocalPlan, LocalResult
@@ -522,6 +523,8 @@ def config_hash(config: RunConfig) -> str:
     """Changes whenever anything that decides the releases changes."""
     ignore = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
     values = {k: v for k, v in config.model_dump().items() if k not in ignore}
+    if named_code(config.recipe) or config.recipe.startswith(GIVEN):
+        values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

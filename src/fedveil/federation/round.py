@@ -221,8 +221,11 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD})
     assert recipe.law is not None
     multipliers = tuple(s * b / clip.piece(b, layers) for s, b in zip(now.sigmas, now.bounds, strict=True))
+    kernel = recipe.law.kernel or "own"
+    if kernel == "own":
+        common["own"] = noised_of(task, now, client, size)
     common.update(
-        noise=recipe.law.kernel, multipliers=multipliers, noise_on=recipe.noise_on.name, grid=grid,
+        noise=kernel, multipliers=multipliers, noise_on=recipe.noise_on.name, grid=grid,
         nu=getattr(recipe.law, "nu", None), width=recipe.law.width_of(task.layout.size),
     )  # fmt: skip
     return LocalPlan(**common)
@@ -263,7 +266,8 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
         return {}
     factor = plan.learning_rate / plan.expected_batch
-    assert plan.noise != "none"
+    if plan.noise == "none" or plan.noise == "own":
+        return {}
     told = udp.expected_l1(
         plan.noise,
         plan.multipliers[0] / plan.width,

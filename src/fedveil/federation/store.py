@@ -23,6 +23,7 @@ from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
 from fedveil.federation.round import State, blank
 from fedveil.protect.aggregate import Mean, Momentum
+from fedveil.protect.catalogue import named_code
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
 MOST_BYTES = 1 << 28  # of a JSON file that is read whole
@@ -310,6 +311,7 @@ def open_run(path: str | Path) -> Run:
 def names_code(config: RunConfig) -> str:
     """The module:function that a configuration would import and call, or ''. A stored one may be a stranger's."""
     found = [name for name in (config.dataset, config.model) if ":" in name and not Path(name).is_file()]
+    found += [config.recipe] if named_code(config.recipe) else []
     return found[0] if found else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -227,6 +228,24 @@ def catalogue() -> dict[str, Recipe]:
         *_others(fed_cdp),
     ]
     return {r.name: r for r in items}
+
+
+def named_code(name: str) -> bool:
+    """Does a name stand for a value of the user's own package (my_package.module:my_recipe)?"""
+    module, sign, value = name.partition(":")
+    return bool(sign) and value.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def own(name: str) -> Recipe:
+    """The recipe that `my_package.module:my_recipe` names: imports that module, so only for names the user trusts."""
+    module, _, value = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), value)
+    except (ImportError, AttributeError) as wrong:
+        raise UserError(f"recipe '{name}': {wrong}. Is the package installed, or its folder in PYTHONPATH?") from None
+    if not isinstance(found, Recipe):
+        raise UserError(f"recipe '{name}' is a {type(found).__name__}, not a fedveil.Recipe")
+    return found
 
 
 def get(name: str) -> Recipe:

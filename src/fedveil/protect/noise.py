@@ -419,6 +419,8 @@ def noised_sum(
     Formal guarantee with grid > 0: that of protect.exact.grid_noise on the snapped sum; the conversion to float32
     afterwards is post-processing.
     """
+    if plan.noise == "own":
+        return plan.own[step].add(total, work.noise_key, step).astype(_F)
     if plan.grid <= 0 or plan.noise == "none":
         return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
     from fedveil.protect import exact

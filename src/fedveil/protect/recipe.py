@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError, did_you_mean
@@ -228,7 +230,7 @@ NUMBERS = (
     "exposures", "downlink_sigma",
 )  # fmt: skip
 OPTIONAL = ("epsilon", "grid", "nu", "width")
-TEXTS = ("summary", "paper")
+TEXTS = ("name", "summary", "paper")
 KEYS: tuple[str, ...] = (*TEXTS, *WORDS, *SCHEDULES, *SWITCHES, *NUMBERS, *OPTIONAL)
 
 
@@ -238,6 +240,7 @@ def spell(recipe: Recipe) -> dict[str, Any]:
     quantile = rule if isinstance(rule, Quantile) else Quantile()
     reports = isinstance(r.place, Reports)
     return {
+        "name": r.name,
         "summary": r.about.summary,
         "paper": r.about.paper,
         "family": r.about.family,
@@ -345,6 +348,7 @@ def _built(base: Recipe, keys: Mapping[str, Any], given: set[str]) -> Recipe:
     formula = replace(base.formula, exposures=keys["exposures"]) if isinstance(base.formula, Nbafl) else base.formula
     return replace(
         base,
+        name=str(keys["name"]),
         about=About(keys["summary"], keys["paper"], keys["family"]),
         clip=replace(
             base.clip, kind=keys["clip.kind"], bound=keys["clip.bound"], norm=keys["clip.norm"], rule=rule,
@@ -393,11 +397,37 @@ def _place(base: Recipe, keys: Mapping[str, Any]) -> Place:
 
 
 def digest(recipe: Recipe) -> str:
-    """Hash of every value of a recipe, its parts' classes included: two recipes with one digest do the same.
+    """Hash of every value of a recipe and, for parts from outside this package, of all files of their packages: two
+    recipes with one digest do the same, as far as those files decide."""
+    hashed = hashlib.sha256(json.dumps(_plain(recipe), sort_keys=True).encode())
+    for name in sorted(foreign_packages(recipe)):
+        hashed.update(name.encode() + _files_digest(name))
+    return hashed.hexdigest()
 
-    What the classes do is not in it: see `code_digest` for parts from outside the package.
-    """
-    return hashlib.sha256(json.dumps(_plain(recipe), sort_keys=True).encode()).hexdigest()
+
+def foreign_packages(value: Any) -> set[str]:
+    """The packages outside this one that a recipe's parts come from."""
+    found: set[str] = set()
+    if is_dataclass(value) or not isinstance(value, (str, int, float, bool, tuple, type(None), Mapping)):
+        package = type(value).__module__.partition(".")[0]
+        found |= {package} - {"fedveil", "builtins", "numpy"}
+    parts = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
+    if isinstance(value, (tuple, list)):
+        parts = list(value)
+    return found.union(*(foreign_packages(part) for part in parts)) if parts else found
+
+
+def _files_digest(package: str) -> bytes:
+    """Hash of the Python files of a package or module (its own folder, or the one file)."""
+    origin = getattr(sys.modules.get(package), "__file__", None)
+    hashed = hashlib.sha256()
+    if origin is None:
+        return hashed.digest()
+    path = Path(origin)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    for file in files:
+        hashed.update(file.name.encode() + file.read_bytes())
+    return hashed.digest()
 
 
 def _plain(value: Any) -> Any:

@@ -11,10 +11,11 @@ from typing import Literal
 
 import numpy as np
 
+from fedveil.protect.noised import Noised
 from fedveil.training.optimisers import SGD, Optimiser
 
 ClipKind = Literal["none", "layer", "flat"]
-NoiseKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase"]
+NoiseKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase", "own"]
 LossKind = Literal["cross-entropy", "squared"]
 
 
@@ -77,6 +78,7 @@ class LocalPlan:
     loss: LossKind = "cross-entropy"
     optimiser: Optimiser = SGD
     grid: float = 0.0  # spacing of exact noise; 0: float noise
+    own: tuple[Noised, ...] = ()  # noise "own", a law without a kernel: the value of each step adds its noise itself
 
 
 @dataclass(frozen=True)

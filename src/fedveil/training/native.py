@@ -39,6 +39,8 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
     """None if this engine can train the module by this plan, else the reason, naming the layer."""
     if not available():
         return "the compiled extension is not installed"
+    if plan.noise == "own":
+        return "this noise law has no compiled kernel"
     if plan.grid > 0 and plan.noise != "none" and plan.bound_rule == "median":
         return "noise on a grid needs one bound"
     if plan.grid > 0 and plan.noise in _STAIRS and plan.sensitivity != "bound":

@@ -91,7 +91,7 @@ def _client(
                 sensitivities = [largest] * len(parts)
             else:
                 sensitivities = bounds if plan.clip != "none" else [plan.bounds[step]] * len(parts)
-            if plan.grid > 0:
+            if plan.grid > 0 or plan.noise == "own":
                 same = set(sensitivities)
                 single = same.pop() if len(same) == 1 else np.array(sensitivities)
                 total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), dtype)

@@ -24,8 +24,8 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from markupsafe import Markup
 
-from fedveil.cli.common import plain
 from fedveil.errors import UserError
+from fedveil.jsons import plain
 from fedveil.report import page as report
 from fedveil.report import plots as report_plots
 from fedveil.report.facts import Facts, gather

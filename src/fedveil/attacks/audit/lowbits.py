@@ -302,7 +302,7 @@ def why_not(prepared: Prepared) -> str:
         return "the noise scale comes from the data"
     if recipe.clip.of == "weights" or recipe.thin.anything or recipe.downlink_sigma:
         return "what follows the noise is not linear"
-    if not recipe.place.open_uploads and (recipe.aggregate != Mean() or prepared.task.server_momentum):
+    if not recipe.place.open_uploads and (type(recipe.aggregate) is not Mean or prepared.task.server_momentum):
         return "the server's step is not linear"
     return ""
 

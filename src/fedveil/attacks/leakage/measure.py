@@ -19,12 +19,12 @@ from torch import Tensor
 from fedveil.attacks import metrics
 from fedveil.attacks.leakage.objective import Leak
 from fedveil.attacks.leakage.search import ITERATIONS, Method, Reconstruction, attack
-from fedveil.cli.common import plain
 from fedveil.errors import UserError
 from fedveil.federation import store
 from fedveil.federation.loop import Prepared
 from fedveil.federation.round import State, recipe_of, work_of
 from fedveil.federation.view import Seen, view
+from fedveil.jsons import plain
 from fedveil.keys import generator
 
 TYPES = {"2": "type2", "1": "type1", "0": "type0", "0-sanitised": "type0-sanitised"}

@@ -250,7 +250,7 @@ class _Noise:
         self, network: Network, total: Tensor, sensitivity: Tensor, step: int, counts: np.ndarray
     ) -> Tensor:
         """The sums [K, P] with their noise; S per client [K, 1] or per client and layer."""
-        if self.plan.grid > 0:
+        if self.plan.grid > 0 or self.plan.noise == "own":
             flat, scales = network.decode(total).cpu().numpy(), sensitivity.cpu().numpy()
             given = self.plan.sensitivity == "bound" and self.plan.bound_rule == "given"
             for k, one in enumerate(self.work):
