@@ -8,6 +8,7 @@ trained the same way on other halves of the pool (`TrainMany`). Scores are highe
     lira offline  upper tail of the OUT Gaussian only: how unusually confident is the target for a non-member?
     canary        lira on queries optimised so that IN shadows are confident and OUT shadows are not (Wen 2023)
     rmia          pairwise likelihood ratios against population examples (Zarifzadeh 2024)
+    quantile, multi, label-only, trajectory: see `attacks.signals`
 
 An attack whose scores are not finite has failed: it gets no figures and a reason, never an AUC of 0.5.
 """
@@ -15,7 +16,7 @@ An attack whose scores are not finite has failed: it gets no figures and a reaso
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,15 @@ from scipy.stats import beta, binom, rankdata
 from torch import nn
 from torch.func import functional_call, vmap
 
+from fedveil.attacks import signals
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, unflatten
 
 TrainMany = Callable[[np.ndarray], np.ndarray]
 """member masks [S, n] -> weights [S, P]: train one model per row on the pool examples that the row marks"""
 
-METHODS = ("shokri", "lira-online", "lira-offline", "canary", "rmia")
+METHODS = ("shokri", "lira-online", "lira-offline", "canary", "rmia", "quantile", "multi", "label-only")
+TRAJECTORY = "trajectory"  # made besides where checkpoints of the target are given
 
 
 # --- scores ---------------------------------------------------------------------------------------------------
@@ -203,6 +206,7 @@ class Rates:
 
     auc: float | None = None
     auc_interval: Interval | None = None
+    auc_interval_all: Interval | None = None  # of all attacks made together, at 95%
     balanced_accuracy: float | None = None
     balanced_accuracy_interval: Interval | None = None
     tpr_at_1pct: float | None = None
@@ -240,7 +244,7 @@ def rates(scores: np.ndarray, member: np.ndarray, seed: int = 0, resamples: int 
     cuts = np.quantile(scores, np.linspace(1, 0, 61))
     out["roc"] = ((0.0, 0.0), *((float((outside >= c).mean()), float((inside >= c).mean())) for c in cuts))
     return Rates(
-        auc(inside, outside), (float(low), float(high)), right / total, exact_interval(right, total),
+        auc(inside, outside), (float(low), float(high)), None, right / total, exact_interval(right, total),
         reason=" ".join(missing), **out,
     )  # fmt: skip
 
@@ -324,18 +328,22 @@ def infer(
     module: nn.Module, layout: Layout, target: np.ndarray, train_many: TrainMany, x: np.ndarray, y: np.ndarray,
     member: np.ndarray, *, shadows: int = 16, methods: tuple[str, ...] = METHODS, seed: int = 0,
     population: tuple[np.ndarray, np.ndarray] | None = None, pixel_range: tuple[float, float] | None = None,
+    path: np.ndarray | None = None,
 ) -> dict[str, Rates]:  # fmt: skip
     """Attack `target` weights on the pool (x, y) with true membership `member`, by every method asked for.
 
-    population: examples outside the pool that no model was trained on; rmia needs them. If the target's weights or
-    outputs are not finite, every method has failed. Shadows that are not finite are an error."""
+    population: examples outside the pool that no model was trained on; rmia and quantile need them. path: weights [T, P] of
+    the target at several checkpoints; without it there is no trajectory. All methods share the same shadows.
+    If the target's weights or outputs are not finite, every method has failed. Shadows that are not finite are an error."""
     unknown = [m for m in methods if m not in METHODS]
     if unknown:
         raise UserError(f"unknown membership attack '{unknown[0]}'; choose from {', '.join(METHODS)}.")
     if shadows < 2:
         raise UserError("membership inference needs at least 2 shadow models (--shadows 2).")
-    if "rmia" in methods and (population is None or not len(population[0])):
-        raise UserError("rmia needs population examples outside the pool.")
+    if {"rmia", "quantile"} & set(methods) and (population is None or not len(population[0])):
+        raise UserError("rmia and quantile need population examples outside the pool.")
+    if path is not None and len(path) > 1 and population is not None:
+        methods = (*methods, TRAJECTORY)
     ours = logits(module, layout, target, x)[0]
     broken = len(y) if not np.isfinite(target).all() else int((~np.isfinite(ours).all(-1)).sum())
     if broken:
@@ -370,7 +378,46 @@ def infer(
         out["rmia"] = rmia(
             _own(ours, y), _own(theirs, y), inside, _own(of_z, zy), _own(shadow_z, zy)
         )  # fmt: skip
-    return {name: rates(scores, member, seed) for name, scores in out.items()}
+    models = np.concatenate([np.atleast_2d(target), weights])
+    out |= _further(module, layout, models, (ours, theirs), (x, y), inside, methods, population, path, seed)
+    level = 1 - 0.05 / max(1, len(out))
+    return {
+        name: replace(found, auc_interval_all=signals.auc_interval(scores, member, level))
+        if found.auc is not None
+        else found
+        for name, scores in out.items()
+        for found in (rates(scores, member, seed),)
+    }
+
+
+def _further(
+    module: nn.Module, layout: Layout, models: np.ndarray, outputs: tuple[np.ndarray, np.ndarray],
+    pool: tuple[np.ndarray, np.ndarray], inside: np.ndarray, methods: tuple[str, ...],
+    population: tuple[np.ndarray, np.ndarray] | None, path: np.ndarray | None, seed: int,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Scores of the attacks in `signals`; models[0] is the target, the others the shadows."""
+    (ours, theirs), (x, y) = outputs, pool
+    aim, seen = confidence(ours, y), confidence(theirs, y)
+    out: dict[str, np.ndarray] = {}
+    if "quantile" in methods and population is not None:
+        zx, zy = population
+        strangers = confidence(logits(module, layout, models[:1], zx)[0], zy)
+        out["quantile"] = signals.quantile(aim, x, y, strangers, zx, zy)
+    if "multi" in methods and len(theirs) > 2:
+        out["multi"] = signals.multi(
+            signals.signals(ours, y, aim), signals.signals(theirs, y, seen), inside, seed=seed
+        )
+    if "label-only" in methods:
+
+        def labels_of(model: int, rows: np.ndarray) -> np.ndarray:
+            return logits(module, layout, models[model : model + 1], rows)[0].argmax(-1)
+
+        out["label-only"] = signals.label_only(labels_of, x, y, len(theirs), inside, seed)
+    if TRAJECTORY in methods and path is not None and population is not None:
+        course = confidence(logits(module, layout, path, x), y)
+        strangers = confidence(logits(module, layout, path, population[0]), population[1])
+        out[TRAJECTORY] = signals.trajectory(course, strangers, seen, inside)
+    return out
 
 
 def _own(outputs: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
@@ -176,9 +177,12 @@ def _on_run(
             else:
                 prepared, weights = prepare(config), campaign.final_weights(run)
                 if one == "membership":
+                    known = [n for n in run.rounds() if n > 0]
+                    steps = known[:: max(1, len(known) // 8)] if len(known) > 1 else []
                     found = campaign.attack_membership(
-                        prepared, weights, shadows_count=shadows, pool_size=pool, seed=seed
-                    )
+                        prepared, weights, shadows_count=shadows, pool_size=pool, seed=seed,
+                        path=np.stack([run.state(n).weights for n in steps]) if len(steps) > 1 else None,
+                    )  # fmt: skip
                 elif one == "malicious":
                     found = campaign.attack_malicious(prepared, seed=seed)
                 elif one == "attribute":
@@ -350,6 +354,14 @@ def _show(results: dict[str, Any]) -> None:
             columns = ["attack", "AUC", "balanced acc.", "TPR at 1%", "TPR at 0.1%"]
             rows = [[name, *_membership_row(r)] for name, r in found["methods"].items()]
             print_table("Membership inference, 95% intervals", columns, rows, right=columns[1:])
+            above = [
+                n
+                for n, r in found["methods"].items()
+                if r.get("auc_interval_all") and r["auc_interval_all"][0] > 0.5
+            ]
+            print(
+                f"With 95% confidence for all attacks together, above guessing: {', '.join(above) or 'none'}."
+            )
             for why in empty_because(found["methods"]):
                 print(why)
         elif kind == "malicious":

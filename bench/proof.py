@@ -1,0 +1,153 @@
+"""The numbers of docs/attacks.md on low bits, exact inversion, malicious servers and where noise defeats them.
+
+python -m bench.proof bits|exact|curve|malicious [--small]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedveil.attacks.audit import lowbits
+from fedveil.attacks.audit.bounds import gaussian_epsilon
+from fedveil.attacks.exact import noisy, spear, tokens
+from fedveil.attacks.malicious import attack, models
+from fedveil.federation.config import load_config, make_config
+from fedveil.federation.loop import prepare
+from fedveil.federation.round import start
+from fedveil.federation.view import view
+
+DELTA = 1e-5
+
+
+def bits(small: bool) -> None:
+    """Low bits of the shipped headlines' first round, with float noise and on a grid."""
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        ("adult-headline-b", {}, 20_000), ("adult-headline-a", {}, 20_000), ("mnist-headline-b", {"limit": 6000}, 300),
+        ("fed-sdp-client", {"dataset": "cancer", "clip.kind": "flat", "local_steps": 1, "rounds": 1}, 5_000),
+    ]  # fmt: skip
+    for name, changes, releases in cases:
+        for grid in (0.0, 1e-6):
+            count = releases // 20 if small else releases
+            found = lowbits.neighbours(prepare(load_config(name, {**changes, "grid": grid})), releases=count)
+            print(name, f"grid {grid:g}:", found, flush=True)
+
+
+def staged(recipe: str, batch: int, hidden: int, seed: int, changes: dict[str, Any]) -> Any:
+    values = {
+        "dataset": "mnist", "limit": 6000, "recipe": recipe, "clients": 2, "partition": "iid", "local_steps": 1, "rounds": 1,
+        "learning_rate": 1.0, "model": "papers-mlp", "model_options": {"hidden": [hidden, 32]}, "batch_size": batch, "seed": seed,
+    }  # fmt: skip
+    return prepare(make_config(values, changes))
+
+
+def spear_once(prepared: Any, batch: int, seed: int) -> float:
+    """Share of the batch recovered to 1e-4 in every pixel."""
+    task = prepared.task
+    rows = np.random.default_rng(seed).choice(np.asarray(prepared.partition.rows(0)), batch, replace=False)
+    seen = view(task, start(task, prepared.initial), "type0", 0, rows=rows).values[0]
+    first = models.dense_layers(task.layout)[0]
+    shape = first.units, first.width
+    layer = prepared.initial[first.weight].reshape(shape), prepared.initial[first.bias]
+    found = spear.invert(
+        -seen[first.weight].reshape(shape),
+        -seen[first.bias],
+        layer=layer,
+        batch=batch,
+        seed=seed,
+        draws=20_000,
+    )
+    if not found.complete:
+        return 0.0
+    truth = task.x[rows].reshape(batch, -1)
+    return float((np.abs(found.inputs[:, None] - truth[None]).max(-1).min(0) < 1e-4).mean())
+
+
+def sentences(seed: int, deviation: float) -> tuple[float, float]:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    model = tokens.TinyText()
+    ids = np.zeros((4, 16), np.int64)
+    for row in ids:
+        length = rng.integers(6, 15)
+        row[:length] = rng.integers(1, 500, length)
+    loss = nn.functional.cross_entropy(model(torch.as_tensor(ids)), torch.as_tensor(rng.integers(0, 2, 4)))
+    names = ("first.value.weight", "second.value.weight")
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, [parameters[n] for n in names])
+    noised = {
+        n: g.numpy() + deviation * rng.normal(size=tuple(g.shape)) for n, g in zip(names, found, strict=True)
+    }
+    return tokens.recovered(ids, tokens.read(model, noised))
+
+
+def exact(small: bool) -> None:
+    """Exact inversion without noise: batches behind 200 ReLU units on MNIST, sentences of a small transformer."""
+    tries = 3 if small else 20
+    for batch in (1, 2, 4, 8):
+        shares = [
+            spear_once(staged("non-private", batch, 200, seed, {}), batch, seed) for seed in range(tries)
+        ]
+        print(
+            f"ReLU layer, batch {batch}: {np.mean(shares):.3f} of the images, {np.mean(np.array(shares) == 1):.2f} of the batches"
+        )
+    read = np.array([sentences(seed, 0.0) for seed in range(tries)])
+    print(
+        f"4 sentences: {read[:, 0].mean():.3f} of the tokens, {read[:, 1].mean():.3f} of the sentences whole",
+        flush=True,
+    )
+
+
+def curve(small: bool) -> None:
+    """Where noise defeats them: one step, all epsilon spent on it (no amplification)."""
+    tries = 2 if small else 6
+    dataset = prepare(
+        make_config({"dataset": "mnist", "limit": 6000, "recipe": "non-private", "clients": 2})
+    ).dataset
+    prior = noisy.prior_of(dataset.x_test[:2000])
+    for sigma in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 2.0):
+        changes = {"sigma": sigma}
+        spears = [
+            spear_once(staged("fed-cdp-sound", 4, 200, seed, changes), 4, seed) for seed in range(tries)
+        ]
+        stolen = attack.steal(attack.stage("fed-cdp-sound", "mnist", bins=512, batch=32, changes={**changes, "limit": 6000}),
+                              "imprint", batch=32)  # fmt: skip
+        errors, labels = [], []
+        values = {"dataset": "mnist", "limit": 6000, "recipe": "fed-cdp-sound", "clients": 2, "partition": "iid", "rounds": 1,
+                  "local_steps": 1, "batch_size": 1, "learning_rate": 1.0, "model": "logistic",
+                  "model_options": {"bias": False, "zero": True}}  # fmt: skip
+        head = prepare(make_config(values, changes))
+        for row in np.asarray(head.partition.rows(0))[: 4 * tries]:
+            seen = view(head.task, start(head.task, head.initial), "type0", 0, rows=np.array([row])).values
+            guess, label = noisy.head_attack(
+                -seen.reshape(1, 10, 784), np.zeros((10, 784)), prior, deviation=sigma, bound=1.0
+            )
+            truth = head.task.x[row].reshape(-1)
+            scale = float(truth @ guess / max(guess @ guess, 1e-12))  # a clipped gradient hides the length
+            errors.append(float(np.mean((np.clip(scale * guess, 0, 1) - truth) ** 2)))
+            labels.append(label == int(head.task.y[row]))
+        epsilon = gaussian_epsilon(1 / sigma, DELTA) if sigma > 5e-3 else float("inf")
+        print(f"sigma {sigma:g} epsilon {epsilon:.3g}: exact {np.mean(spears):.2f}, imprint {stolen.share:.2f} "
+              f"(control {stolen.control:.2f}), head with prior MSE {np.mean(errors):.4f} "
+              f"label {np.mean(labels):.2f}", flush=True)  # fmt: skip
+    blind = np.mean([np.mean((np.clip(prior.mean, 0, 1) - x.reshape(-1)) ** 2) for x in dataset.x[:200]])
+    print(f"prior mean alone: MSE {blind:.4f}")
+
+
+def malicious(small: bool) -> None:
+    """Malicious models against plain averaging and fed-cdp-sound at epsilon 2 in one round."""
+    for dataset in ("mnist",) if small else ("mnist", "cifar10"):
+        private = {"calibrate": True, "target_epsilon": 2.0}
+        for row in attack.table(
+            [("non-private", {}), ("fed-cdp-sound", private)], dataset, bins=1024, batch=64, seed=1
+        ):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"bits": bits, "exact": exact, "curve": curve, "malicious": malicious}[sys.argv[1]]("--small" in sys.argv)
