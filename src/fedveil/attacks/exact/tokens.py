@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.exact.linear import in_span
+from fedveil.models.minilm import MiniLM
 
 TOLERANCE = 1e-3
 
@@ -124,3 +125,25 @@ def recovered(truth: np.ndarray, found: Sequences) -> tuple[float, float]:
     whole = {tuple(s) for s in found.sentences}
     sentences = [tuple(int(t) for t in row if t) in whole for row in truth]
     return float(np.mean(there)), float(np.mean(sentences))
+
+
+def encoder_candidates(
+    model: MiniLM, gradient: np.ndarray, length: int, *, tolerance: float = 0.002, noise: float = 1e-7
+) -> list[list[int]]:
+    """The tokens at every place behind one update of a `models.minilm.MiniLM`, from the gradient of its first value projection.
+
+    An encoder looks both ways, so tokens come by place and not by sentence. Nothing (empty lists) when the gradient has full
+    rank: as many tokens as dimensions, or noise."""
+    _, values, right = np.linalg.svd(np.asarray(gradient, np.float64), full_matrices=False)
+    rank = int((values > noise * max(values[0], 1e-300)).sum())
+    if rank >= gradient.shape[1]:
+        return [[] for _ in range(length)]
+    basis = torch.as_tensor(right[:rank].T.astype(np.float32))
+    found = []
+    with torch.no_grad():
+        for place in range(length):
+            rows = model.norm(model.words.weight + model.places.weight[place] + model.segment)
+            inside = (rows @ basis).square().sum(1)
+            far = (1 - inside / rows.square().sum(1)).clamp_min(0).sqrt()
+            found.append(torch.nonzero(far < tolerance).flatten().tolist())
+    return found
