@@ -124,17 +124,20 @@ bool decide(const Candidates& from, uint32_t candidate, const uint32_t* words, u
 
 namespace {
 
-inline int run_kernel(const ExactKernels& k, const Candidates& c, uint32_t first, int tiles, const uint32_t* w, const uint32_t* l, int64_t* out) {
+inline int run_kernel(const ExactKernels& k, const Candidates& c, uint32_t first, int tiles, const uint32_t* w,
+                      const uint32_t* l, int64_t* out) {
     return k.integers(c, first, tiles, w, l, out);
 }
-inline int run_kernel(const ExactKernels& k, const Candidates& c, uint32_t first, int tiles, const uint32_t* w, const uint32_t* l, double* out) {
+inline int run_kernel(const ExactKernels& k, const Candidates& c, uint32_t first, int tiles, const uint32_t* w,
+                      const uint32_t* l, double* out) {
     return k.doubles(c, first, tiles, w, l, out);
 }
 
 }  // namespace
 
 template <class T>
-void fill_exact(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const ExactShape& shape, int64_t count, T* out) {
+void fill_exact(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const ExactShape& shape,
+                int64_t count, T* out) {
     constexpr int kTiles = 16;
     alignas(64) uint32_t words[kTiles * 48], low[kTiles * 16];
     alignas(64) T some[kTiles * 16 + 16];
@@ -159,7 +162,8 @@ void fill_exact(const ExactKernels& kernels, Cipher cipher, const Stream& stream
 template void fill_exact(const ExactKernels&, Cipher, const Stream&, const ExactShape&, int64_t, int64_t*);
 template void fill_exact(const ExactKernels&, Cipher, const Stream&, const ExactShape&, int64_t, double*);
 
-void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count, int64_t* out) {
+void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs,
+                    int64_t count, int64_t* out) {
     fill_exact(kernels, cipher, stream, exact_geometric(double(stairs.half), CODE), count, out);
     const uint64_t in = 2 * uint64_t(stairs.inner), rest = 2 * uint64_t(stairs.period - stairs.inner);
     const uint64_t in_mask = ~uint64_t(0) >> __builtin_clzll(in - 1), rest_mask = ~uint64_t(0) >> __builtin_clzll(rest - 1);
@@ -175,7 +179,8 @@ void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& st
             uint64_t v = (uint64_t(w[2]) << 32 | w[3]) & mask;
             for (uint32_t attempt = 1; v >= size; ++attempt) {
                 uint32_t more[4];
-                cipher(*stream.key, uint32_t(first + i), stream.example | attempt << 16, stream.step, stream.purpose + kSecond, 1, more);
+                cipher(*stream.key, uint32_t(first + i), stream.example | attempt << 16, stream.step,
+                       stream.purpose + kSecond, 1, more);
                 v = (uint64_t(more[2]) << 32 | more[3]) & mask;
             }
             const int64_t code = out[first + i], z = code < 0 ? ~code : code;
@@ -186,7 +191,8 @@ void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& st
     }
 }
 
-bool fill_joint(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count, int64_t* out) {
+bool fill_joint(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count,
+                int64_t* out) {
     const ExactShape shape = exact_geometric(double(stairs.half), PLAIN);
     for (uint32_t attempt = 0; attempt < 1u << 15; ++attempt) {
         const Stream now = {stream.key, stream.step, stream.example | attempt << 16, stream.purpose};
@@ -200,8 +206,8 @@ bool fill_joint(const ExactKernels& kernels, Cipher cipher, const Stream& stream
         int n;
         const Wide e = exp_minus(Wide(q % half) * kLn2 / half, n);
         // The coin's 128 bits and 32 zeros.
-        if (below(w[0], uint64_t(w[1]) << 32 | w[2], uint64_t(w[3]) << 32, 1, e << 32, n + int(std::min<uint64_t>(q / half, 1000))))
-            return true;
+        const int shift = n + int(std::min<uint64_t>(q / half, 1000));
+        if (below(w[0], uint64_t(w[1]) << 32 | w[2], uint64_t(w[3]) << 32, 1, e << 32, shift)) return true;
     }
     return false;
 }

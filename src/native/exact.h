@@ -36,20 +36,25 @@ bool decide(const Candidates& from, uint32_t candidate, const uint32_t* words, u
 // `tiles` tiles of 16 candidates, from tile `first` on: 48 words each, 16 low ones each if shape.shift > 0. Writes the
 // accepted ones, and up to 16 more values behind them; returns how many are accepted.
 struct ExactKernels {
-    int (*integers)(const Candidates& from, uint32_t first, int tiles, const uint32_t* words, const uint32_t* low, int64_t* out);
-    int (*doubles)(const Candidates& from, uint32_t first, int tiles, const uint32_t* words, const uint32_t* low, double* out);
+    int (*integers)(const Candidates& from, uint32_t first, int tiles, const uint32_t* words, const uint32_t* low,
+                    int64_t* out);
+    int (*doubles)(const Candidates& from, uint32_t first, int tiles, const uint32_t* words, const uint32_t* low,
+                   double* out);
 };
 
 // The first `count` values of a stream.
 template <class T>
-void fill_exact(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const ExactShape& shape, int64_t count, T* out);
+void fill_exact(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const ExactShape& shape,
+                int64_t count, T* out);
 
 struct Stairs {
     int64_t period, inner, half, per;
     uint64_t threshold;
 };
-void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count, int64_t* out);
+void fill_staircase(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs,
+                    int64_t count, int64_t* out);
 // False: no attempt was accepted.
-bool fill_joint(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count, int64_t* out);
+bool fill_joint(const ExactKernels& kernels, Cipher cipher, const Stream& stream, const Stairs& stairs, int64_t count,
+                int64_t* out);
 
 }  // namespace fedveil
