@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,8 @@ def policy_text(recipe: str, **more: Any) -> str:
     values = {
         "recipes": [recipe],
         "secure_noise": False,
-        "changes": ["sigma", "clip.bound", "channel", "epsilon"],
+        "maximum_epsilon": "unlimited",
+        "changes": ["sigma", "clip.bound", "channel", "epsilon", "mechanism"],
         **more,
     }
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
@@ -170,6 +172,17 @@ def test_each_node_pays_in_its_own_ledger_before_it_replies(tmp_path: Path) -> N
         ("fed-cdp", {"maximum_epsilon": 0.01}, {}, "budget"),
         ("fed-cdp", {"minimum_sigma": 7.0}, {}, "sigma 6"),
         ("fed-alpha-cdp", {"maximum_epsilon": 100.0}, {}, "without a finite promise"),
+        ("fed-cdp", {"maximum_epsilon": 1e6, "unit": "reported-weight"}, {}, "without a finite promise"),
+        ("fed-sdp", {"maximum_epsilon": 1e6}, {"cohort_size": 4.0}, "without a finite promise"),
+        (
+            "udp-fl",
+            {"recipes": ["udp-fl-gaussian"], "changes": ["sigma"]},
+            {"client_epsilons": [1.0], "client_mechanisms": ["laplace"]},
+            "not even for one client",
+        ),
+        ("fed-cdp", {}, {"learning_rate": 1e38}, "learning_rate = 1e"),
+        ("fed-cdp", {}, {"local_steps": 20_000_000}, "local_steps"),
+        ("fed-cdp", {}, {"protect": {"clip.bound": 1e-36}}, "clip bound 1e-36"),
         ("ldp-fl", {"maximum_report_epsilon": 0.5}, {"protect": {"channel": "none"}}, "per reported weight"),
         ("non-private", {"minimum_sigma": 0.1}, {}, "sigma 0"),
     ],
@@ -342,7 +355,11 @@ def test_a_round_with_an_empty_cohort_is_charged_like_any_other(tmp_path: Path) 
     # Who came, and how many, is a secret that the promise counts on: no public file tells.
     for line in open_run(tmp_path / "run").metrics:
         assert not {"clients", "arrived", "uploads", "bytes_up"} & set(line)
-    groups = [record.body["groups"] for record in read(tmp_path / "run/ledger.jsonl").records if "groups" in record.body]
+    groups = [
+        record.body["groups"]
+        for record in read(tmp_path / "run/ledger.jsonl").records
+        if "groups" in record.body
+    ]
     assert len({json.dumps(group) for group in groups}) == 1  # the ledger names everybody in every round
     row = next(
         r
@@ -380,6 +397,30 @@ def test_too_few_replies_skip_the_round_stay_charged_and_end_the_run_with_a_reas
     # The node came back: the same folder goes on where it stopped.
     federate(tmp_path, config, options=silent)
     assert open_run(tmp_path / "run").state().round == 5
+
+
+def test_the_deadline_holds_when_a_reply_has_begun_and_does_not_end(tmp_path: Path) -> None:
+    import threading
+
+    class Slow(LocalGrid):
+        """One node's reply to a round never becomes whole."""
+
+        def pull_messages(self, message_ids: Any) -> Any:
+            names = list(message_ids)
+            for message in self.sent:
+                held = message.metadata.dst_node_id == 101 and message.metadata.message_type == "train"
+                if held and message.metadata.message_id in names:
+                    threading.Event().wait(30)
+            return super().pull_messages(names)
+
+    config = config_of("fed-cdp", rounds=1)
+    grid = Slow(client_app(seeded), nodes_in(tmp_path, policy_text("fed-cdp")))
+    options = Options(out=str(tmp_path / "run"), join=5.0, deadline=1.0, poll=0.01)
+    begun = time.monotonic()
+    serve(grid, config, options, root=0)
+    assert time.monotonic() - begun < 25
+    line = open_run(tmp_path / "run").metrics[0]
+    assert (line["arrived"], line["missing"]) == (3, 1)
 
 
 def test_an_offline_node_is_not_waited_for(tmp_path: Path) -> None:
@@ -492,20 +533,17 @@ def test_nothing_but_the_upload_and_public_facts_leaves_a_node(tmp_path: Path) -
     size = loop.prepare(config_of("fed-cdp")).initial.size
     keys = {frozenset(said) for said in facts}
     assert keys == {
-        frozenset({"format", "status", "client", "examples", "arrays"}),
-        frozenset({"format", "status", "client", "round", "ticket", "arrays"}),
+        frozenset(
+            {"format", "status", "client", "examples", "contract", "data", "version", "nonce", "arrays"}
+        ),
+        frozenset({"format", "status", "client", "round", "ticket", "nonce", "arrays"}),
     }
     assert {tuple(said["arrays"].items()) for said in facts} == {(), (("update", (size,)),)}
 
 
-def test_a_failing_node_does_not_quote_its_data(tmp_path: Path) -> None:
-    secret = tmp_path / "patients.csv"
-    secret.write_text("age,outcome\nforty-two,ill\n,\n")
-    with pytest.raises(UserError) as told:
-        federate(tmp_path, config_of("fed-cdp"), data=str(secret))
-    assert "forty-two" not in str(told.value)
-    assert "home/node.log" in str(told.value)
-    assert (tmp_path / "n0/node.log").exists()
+def test_data_of_ones_own_needs_a_contract_not_a_policy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fedveil flower contract"):
+        federate(tmp_path, config_of("fed-cdp"), data="patients.csv")
 
 
 def test_reports_travel_as_one_bit_per_weight(tmp_path: Path) -> None:
@@ -520,3 +558,37 @@ def test_a_wrong_option_names_itself() -> None:
         options_of({"out": "x", "dedline": 3})
     with pytest.raises(UserError, match="'out' is missing"):
         options_of({})
+
+
+@pytest.mark.slow
+def test_fifty_nodes_play_ten_rounds_while_five_of_them_fail_at_random(tmp_path: Path) -> None:
+    """Each round five nodes, drawn anew, are silent, crash, send rubbish or answer another message."""
+    import random
+
+    clients, draw = 50, random.Random(7)
+    config = make_config({"recipe": "fed-cdp", "dataset": "cancer", "partition": "iid", "clients": clients, "rounds": 10,
+                          "local_steps": 2, "batch_size": 2, "delta": 1e-4})  # fmt: skip
+    kinds = [FAULTS[name][0] for name in ("silent", "error", "not a number", "another ticket", "wrong shape")]
+    failing: dict[int, Callable[[Message, Message], list[Message]]] = {}
+    rounds: set[int] = set()
+
+    def tamper(node: int, message: Message, reply: Message) -> list[Message]:
+        if message.metadata.message_type != "train":
+            return [reply]
+        number = wire.read(message)[0]["round"]
+        if number not in rounds:
+            rounds.add(number)
+            failing.clear()
+            failing.update(zip(draw.sample(range(clients), 5), kinds, strict=True))
+        return failing[node](message, reply) if node in failing else [reply]
+
+    (tmp_path / "policy.toml").write_text(policy_text("fed-cdp"))
+    nodes = {n: {"home": str(tmp_path / f"n{n}"), "policy": str(tmp_path / "policy.toml"), "partition-id": n}
+             for n in range(clients)}  # fmt: skip
+    options = Options(out=str(tmp_path / "run"), join=60.0, deadline=5.0, poll=0.02)
+    result = serve(LocalGrid(client_app(seeded), nodes, tamper), config, options, root=0)
+    assert result["rounds"] == 10
+    assert [line["arrived"] for line in open_run(tmp_path / "run").metrics] == [45] * 10
+    server = Ledger.read(tmp_path / "run/ledger.jsonl").participations()
+    assert server.tolist() == [10] * clients
+    assert all(ledger_of(tmp_path / f"n{n}").participations().tolist() == [10] for n in range(clients))

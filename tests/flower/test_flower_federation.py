@@ -31,7 +31,7 @@ from fedveil.flower.stack import Stack, Started
 
 pytestmark = pytest.mark.flower
 APP = Path(__file__).parent.parent / "flower_app"
-SEEDED = 'recipes = ["fed-cdp"]\nsecure_noise = false\n'
+SEEDED = 'recipes = ["fed-cdp"]\nsecure_noise = false\nmaximum_epsilon = 1e6\n'
 
 
 def config_of(rounds: int) -> RunConfig:

@@ -26,7 +26,7 @@ from fedveil.federation.config import load_config, make_config
 from fedveil.federation.store import open_run
 from fedveil.flower import client_app, stack, trainer, wire
 from fedveil.flower.grid import LocalGrid
-from fedveil.flower.owner import Policy, owner_of, read_policy
+from fedveil.flower.owner import Policy, contract_of, owner_of, read_policy
 from fedveil.flower.project import to_toml, write_project
 from fedveil.flower.server import Options, serve
 
@@ -42,6 +42,9 @@ WRONG = [
     ('recipes = []\nsecure_noise = "no"', "true or false"),
     ("recipes = []\ndelta = 1.5", "between 0 and 1"),
     ("recipes = [", "not valid TOML"),
+    ('recipes = ["fed-cdp"]', "'maximum_epsilon' is missing"),
+    ("a = " + "[" * 100_000, "nested too deep|not valid TOML"),
+    ("recipes = []\nmaximum_epsilon = " + "9" * 5000, "more than 40 digits"),
 ]
 
 
@@ -58,18 +61,24 @@ def test_a_policy_reads_back_and_is_strict_by_default(tmp_path: Path) -> None:
     assert (
         Policy(()).secure_noise and Policy(()).changes == ("sigma", "clip.bound") and Policy(()).models == ()
     )
-    with pytest.raises(UserError, match=r"docs/deploy\.md"):
+    with pytest.raises(UserError, match="No such file"):
         read_policy(tmp_path / "none.toml")
 
 
 def test_a_node_without_ledger_folder_or_policy_does_not_train() -> None:
-    whole = {"home": "h", "policy": "p", "partition-id": 1}
+    whole = {"home": "h", "contract": "p", "partition-id": 1}
     assert owner_of(whole).client == 1
     for key in whole:
         with pytest.raises(UserError, match=f"'{key}' is missing"):
             owner_of({k: v for k, v in whole.items() if k != key})
     with pytest.raises(UserError, match="Did you mean 'policy'"):
         owner_of({**whole, "polcy": "x"})
+    with pytest.raises(UserError, match="not both"):
+        owner_of({**whole, "policy": "x"})
+    with pytest.raises(UserError, match="pinned"):
+        contract_of(owner_of(whole))
+    with pytest.raises(UserError, match="no number of a client"):
+        owner_of({**whole, "partition-id": "1"})
 
 
 def test_node_config_reads_as_flower_reads_it() -> None:
@@ -192,7 +201,9 @@ def seeded(config: Any, client: int) -> int:
 
 
 def node_config(folder: Path, client: int) -> dict[str, Any]:
-    (folder / "policy.toml").write_text('recipes = ["fed-cdp"]\nsecure_noise = false\n')
+    (folder / "policy.toml").write_text(
+        'recipes = ["fed-cdp"]\nsecure_noise = false\nmaximum_epsilon = 1e6\n'
+    )
     return {"home": str(folder / f"n{client}"), "policy": str(folder / "policy.toml"), "partition-id": client}
 
 
@@ -223,8 +234,8 @@ def test_a_trainer_gives_the_same_model_and_keeps_the_ledger(tmp_path: Path) -> 
 
 
 def test_a_missing_trainer_is_a_failed_reply(tmp_path: Path) -> None:
-    facts, arrays = trainer.ask(str(tmp_path / "none.sock"), "hello", {}, {})
-    assert facts["status"] == "failed" and not arrays
+    facts, arrays = trainer.ask(str(tmp_path / "none.sock"), "hello", {}, {}, patience=0.1)
+    assert facts["status"] == "refused" and not arrays
 
 
 def test_nonsense_does_not_end_the_trainer(tmp_path: Path) -> None:
@@ -288,12 +299,43 @@ def test_run_ends_with_the_runs_true_status(
     states = iter(["pending", "unknown", "running", state])
     monkeypatch.setattr(stack, "submit", lambda *_: 7)
     monkeypatch.setattr(stack, "status", lambda *_: next(states))
-    done = subprocess.CompletedProcess([], 0, "the reason\n", "")
+    done = subprocess.CompletedProcess([], 0, "Traceback …\nERROR: fedveil stopped: the reason\n", "")
     monkeypatch.setattr(stack, "flwr", lambda *_: done)
     command = ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"]
     found = CliRunner().invoke(build(), command)
     assert found.exit_code == code
-    assert ("the reason" in found.output) == (code == 1)
+    assert ("the reason" in found.output) == (state == "finished:failed" or code == 1)
+    assert "Traceback" not in found.output
+
+
+def test_a_killed_server_process_is_continued_and_a_run_under_way_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the ServerApp, then of the command itself: exit code 0 in the end, no second run beside the first."""
+    write_project(tmp_path / "p", make_config({"recipe": "fed-cdp"}), {"out": str(tmp_path / "out")})
+    states = {7: iter(["running", "finished:failed"]), 8: iter(["running", "running", "finished:completed"])}
+    submitted: list[int] = []
+
+    def submit(*_: Any) -> int:
+        submitted.append(7 + len(submitted))
+        return submitted[-1]
+
+    last = dict.fromkeys((7, 8), "pending")
+
+    def status(_: Any, number: int, __: Any) -> str:
+        last[number] = next(states[number], last[number])
+        return last[number]
+
+    monkeypatch.setattr(stack, "submit", submit)
+    monkeypatch.setattr(stack, "status", status)
+    monkeypatch.setattr(stack, "flwr", lambda *_: subprocess.CompletedProcess([], 0, "round 1\n", ""))
+    command = ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"]
+    found = CliRunner().invoke(build(), command)
+    assert found.exit_code == 0 and submitted == [7, 8] and "killed?" in found.output
+    (tmp_path / "p/.run").write_text("8")
+    states[8] = iter(["running", "finished:completed"])
+    assert CliRunner().invoke(build(), command).exit_code == 0
+    assert submitted == [7, 8]
 
 
 def test_a_run_that_flower_does_not_accept_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

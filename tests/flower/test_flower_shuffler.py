@@ -21,9 +21,12 @@ from flwr.app import Message
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.store import open_run
 from fedveil.flower import client_app, shuffler, wire
+from fedveil.flower.contract import Allowed, Contract, Data, Model, recipe_digest, write_contract
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
 from fedveil.flower.server import Options, serve
+from fedveil.protect.catalogue import get
+from fedveil.protect.recipe import with_changes
 
 CLIENTS = 4
 WEIGHTS = 34720  # the papers' CNN for MNIST
@@ -34,9 +37,7 @@ def mnist_like(folder: Path) -> None:
     for number in range(CLIENTS + 1):
         draw = np.random.default_rng(number)
         x = draw.integers(0, 256, (24, 1, 28, 28)).astype(np.float32) / 255
-        np.savez(
-            folder / f"own-{number}.npz", x=x, y=np.arange(24) % 10, x_test=x[:12], y_test=np.arange(12) % 10
-        )
+        np.savez(folder / f"own-{number}.npz", x=x, y=np.arange(24) % 10)
 
 
 @contextmanager
@@ -63,13 +64,16 @@ def play(
     folder: Path, config: RunConfig, tamper: Any = None, shuffle: str = "", **options: Any
 ) -> np.ndarray:
     folder.mkdir()
-    (folder / "policy.toml").write_text(
-        'recipes = ["ldp-fl"]\nsecure_noise = false\nchanges = ["channel", "epsilon"]\n'
-    )
+    recipes = (with_changes(get("ldp-fl"), {"channel": kind}) for kind in ("none", "shuffle-parameters"))
+    agreed = Contract(
+        "shuffled", 1, tuple(Allowed("ldp-fl", recipe_digest(r)) for r in recipes), None, delta=1e-3, secure_noise=False,
+        data=Data("", tuple("0123456789"), 24, shape=(1, 28, 28)), models=(Model("papers-cnn"),),
+    )  # fmt: skip
+    write_contract(folder / "contract.toml", agreed)
     nodes = {
         10 + c: {
-            "home": str(folder / f"n{c}"), "policy": str(folder / "policy.toml"), "partition-id": c,
-            "data": str(folder.parent / f"own-{c}.npz"), "shuffler": shuffle,
+            "home": str(folder / f"n{c}"), "contract": str(folder / "contract.toml"), "partition-id": c,
+            "contract-digest": agreed.digest, "data": str(folder.parent / f"own-{c}.npz"), "shuffler": shuffle,
         }
         for c in range(CLIENTS)
     }  # fmt: skip
@@ -79,6 +83,7 @@ def play(
         "deadline": 60.0,
         "poll": 0.02,
         "public": str(folder.parent / "own-4.npz"),
+        "contract": str(folder / "contract.toml"),
         **options,
     }
     serve(grid, config, Options(out=str(folder / "run"), shuffler=shuffle, **settings), root=5)

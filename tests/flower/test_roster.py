@@ -38,6 +38,16 @@ def test_a_signature_holds_for_one_key_purpose_and_message_only() -> None:
     assert not identity.verify(public, "roster", b"abc", b"")
 
 
+def test_no_signature_is_right_under_a_key_of_small_order() -> None:
+    """Under such a key S = 0 and R of small order verify for one message."""
+    for public in identity.WEAK:
+        for r in identity.WEAK:
+            assert not any(identity.verify(public, "p", bytes([n]), r + bytes(32)) for n in range(4))
+    assert len(identity.WEAK) == 14
+    with pytest.raises(limits.Malformed, match="anybody can sign"):
+        Roster("x", 1, (Member(0, "a", bytes(32)),))
+
+
 def test_an_identity_file_is_private_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "id"
     public = identity.write_identity(path)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedveil.cli import flower_host, flower_study
 from fedveil.cli.common import JsonFlag, emit
 from fedveil.errors import UserError
 
@@ -23,6 +24,8 @@ def register(app: typer.Typer) -> None:
     )
     for command in (init, up, run, down, trainer, keys):
         group.command()(command)
+    flower_study.register(group)
+    flower_host.register(group)
     app.add_typer(group, name="flower")
 
 
@@ -41,6 +44,13 @@ def init(
     public: Annotated[
         str, typer.Option(help="File with the server's public test data, if nodes bring their own data.")
     ] = "",
+    contract: Annotated[
+        str, typer.Option(help="The study's contract: columns and classes of public and private rows.")
+    ] = "",
+    roster: Annotated[
+        str, typer.Option(help="The study's roster: replies must be signed by its nodes.")
+    ] = "",
+    identity: Annotated[str, typer.Option(help="Identity key that signs this server's requests.")] = "",
     shuffler: Annotated[
         str, typer.Option(help="Address of the parameter shuffler: tcp:HOST:PORT or unix:PATH.")
     ] = "",
@@ -55,7 +65,7 @@ def init(
 
       fedveil flower init trial fed-cdp --set clients=4
 
-      fedveil flower init study study.toml --deadline 1800 --public public.csv
+      fedveil flower init study study.toml --deadline 1800 --public public.csv --contract flu.toml --roster roster.json
     """
     from fedveil.federation.config import load_config
     from fedveil.flower.project import write_project
@@ -67,9 +77,16 @@ def init(
         "join": float(join),
         "minimum": minimum,
         "public": str(Path(public).absolute()) if public else "",
+        **{
+            name: str(Path(path).absolute()) if path else ""
+            for name, path in (("contract", contract), ("roster", roster), ("identity", identity))
+        },
         "shuffler": shuffler,
         "shuffler_key": str(Path(shuffler_key).absolute()) if shuffler_key else "",
     }
+    from fedveil.flower.server import Options, parties_of
+
+    parties_of(read, Options(**options))
     write_project(folder, read, options)
     found = {"project": str(folder), "recipe": read.recipe, "clients": read.clients, "out": options["out"]}
 
@@ -149,6 +166,7 @@ def up(
         emit(found, as_json, show)
         return
     import signal
+    import sys
 
     def leave(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -157,8 +175,15 @@ def up(
     try:  # nothing is announced before an interrupt would also stop it
         emit(found, as_json, show)
         print(end="", flush=True)
+        failures = 0
         while (home / "stack.json").exists():
-            time.sleep(0.5)
+            time.sleep(2.0)
+            gone = stack.lost(stack.read(home)) if (home / "stack.json").exists() else []
+            failures = failures + 1 if gone else 0
+            if gone:
+                print(f"not running any more: {', '.join(gone)}; starting again", file=sys.stderr, flush=True)
+                time.sleep(min(2.0 ** min(failures, 6), 60.0))
+                stack.revive(home, more, trainers=not no_trainer)
     except KeyboardInterrupt:
         if not as_json:
             print("Stopping …")
@@ -184,6 +209,9 @@ def run(
         str | None, typer.Option(help="Connection of your own Flower configuration instead of --home.")
     ] = None,
     poll: Annotated[float, typer.Option(help="Seconds between looks at the status.")] = 10.0,
+    again: Annotated[
+        int, typer.Option(min=0, help="Continue so often by itself if the server's process was killed.")
+    ] = 2,
     as_json: JsonFlag = False,
 ) -> None:
     """Submit a project, follow its rounds, and end with the run's true status (0 only if it completed).
@@ -200,22 +228,31 @@ def run(
     import os
     import sys
 
-    from fedveil.flower import stack
+    from fedveil.flower import STOPPED, stack
 
     out, rounds = _run_of(project)
     if (out / "result.json").exists():
         raise UserError(
             f"{out} holds a finished run. Make a new project, or change `out` in {project / 'pyproject.toml'}"
         )
-    env: dict[str, str] = dict(os.environ) if superlink else stack.read(home).environment
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    env: dict[str, str] = {**os.environ, **quiet} if superlink else stack.read(home).environment
     name = superlink or stack.NAME
-    number = stack.submit(env, project, name)
+    number = _begin(env, project, name)
     if not as_json:
         print(f"run {number}", file=sys.stderr)
-    shown, looked, state = 0, 0.0, "submitted"
+    shown, looked, state, begun_again = 0, 0.0, "submitted", 0
     gone: list[str] = []
+    missed = 0.0
     try:
-        while not state.startswith("finished"):
+        while not state.startswith("finished") or (state == "finished:failed" and begun_again < again):
+            if state == "finished:failed":
+                if _stopped_itself(env, number, name):
+                    break
+                begun_again += 1
+                print(f"run {number}: the server's process ended without a word (killed?); continuing from its last "
+                      "checkpoint", file=sys.stderr)  # fmt: skip
+                number, state, looked = _begin(env, project, name), "submitted", time.monotonic()
             shown = _follow(out, rounds, shown, quiet=as_json)
             if time.monotonic() - looked >= poll or (out / "result.json").exists():
                 state, looked = stack.status(env, number, name), time.monotonic()
@@ -225,9 +262,12 @@ def run(
                         f"not running any more: {', '.join(gone) or 'none'}; logs below {home}",
                         file=sys.stderr,
                     )
-                if "superlink" in gone or "superexec" in gone:
+                down = "superlink" in gone or "superexec" in gone
+                missed = (missed or time.monotonic()) if down else 0.0
+                if down and time.monotonic() - missed > 60:  # `fedveil flower up` starts what ended again
                     raise UserError(
-                        f"{' and '.join(gone)} ended; logs below {home}. Start again and run again to resume"
+                        f"{' and '.join(gone)} ended and did not come back; logs below {home}. Start again and run again: the "
+                        "run goes on where it was"
                     )
             time.sleep(min(poll, 0.5))
     except KeyboardInterrupt:
@@ -251,13 +291,38 @@ def run(
             print(f"run {number} completed; its directory {out} is on the server")
         else:
             said = stack.flwr(env, "log", str(number), name, "--show")
-            last = [text for text in said.stdout.splitlines() if text.strip()][-15:]
-            print("\n".join(last), file=sys.stderr)
+            last = [text for text in said.stdout.splitlines() if text.strip()]
+            reason = [text[text.index(STOPPED) :] for text in last if STOPPED in text]
+            print("\n".join(reason[-1:] or last[-15:]), file=sys.stderr)
             print(f"run {number}: {state}", file=sys.stderr)
 
     emit({"run_id": number, "status": state, "out": str(out), "result": result}, as_json, show)
     if not done:
         raise typer.Exit(1)
+
+
+def _begin(env: dict[str, str], project: Path, name: str) -> int:
+    """Submit the project, or go on following its run if that is still under way (two would fight for its folder)."""
+    from fedveil.flower import stack
+
+    note = project / ".run"
+    try:
+        before = int(note.read_text("ascii"))
+    except (OSError, ValueError):
+        before = None
+    if before is not None and stack.status(env, before, name) in ("pending", "starting", "running"):
+        return before
+    number = stack.submit(env, project, name)
+    note.write_text(str(number), "ascii")
+    return number
+
+
+def _stopped_itself(env: dict[str, str], number: int, name: str) -> bool:
+    """Whether the run ended with a reason of its own, which starting it again would only repeat."""
+    from fedveil.flower import STOPPED, stack
+
+    said = stack.flwr(env, "log", str(number), name, "--show")
+    return STOPPED in said.stdout or "Error" in said.stdout
 
 
 def _run_of(project: Path) -> tuple[Path, int]:
@@ -316,11 +381,11 @@ def trainer(
       fedveil flower trainer /run/fedveil.sock --node-config 'home="/var/lib/fedveil" \\
           policy="/etc/fedveil/policy.toml" partition-id=0 data="/srv/patients.csv"'
     """
-    from fedveil.flower.owner import owner_of, read_policy
+    from fedveil.flower.owner import contract_of, owner_of
     from fedveil.flower.trainer import serve
 
     owner = owner_of(parse_node_config(node_config))
-    read_policy(owner.policy)
+    contract_of(owner)
     try:
         serve(socket, owner)
     except KeyboardInterrupt:

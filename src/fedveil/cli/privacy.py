@@ -288,6 +288,9 @@ def ledger(
         bool,
         typer.Option("--verify", help="Only check the chain; exit code 1 and the record's number if broken."),
     ] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="A node's releases instead: when, for which run, asked by whom.")
+    ] = False,
     delta: Annotated[float | None, typer.Option("--delta", help="Another delta than the run's.")] = None,
     accountant: Annotated[str, typer.Option("--accountant", help="pld, rdp, ...")] = "pld",
     as_json: JsonFlag = False,
@@ -328,6 +331,9 @@ def ledger(
     if verify:
         _verify(path, book.head[0], book.torn_bytes, compared, as_json)
         return
+    if history:
+        _history(path, as_json)
+        return
     rows = book.table(delta, accountant)
     if target:
         save_curves(
@@ -357,6 +363,23 @@ def ledger(
         _say_saved(target)
 
     emit([asdict(row) for row in rows], as_json, show)
+
+
+def _history(path: Path, as_json: bool) -> None:
+    """The releases of a node's ledger, one a line."""
+    from fedveil.flower.books import history
+
+    found = history(path)
+    columns = ("record", "round", "time", "run", "submitter", "contract")
+
+    def show() -> None:
+        print_table(
+            f"{path} · {len(found)} releases",
+            columns,
+            [[str(line[name]) for name in columns] for line in found],
+        )
+
+    emit(found, as_json, show)
 
 
 def _broken(record: int, message: str, as_json: bool) -> NoReturn:

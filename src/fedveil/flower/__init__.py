@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedveil.flower.node import RootOf
 
 __all__ = ["client_app", "server_app"]
+STOPPED = "fedveil stopped:"  # begins the line that says why a run ended before its time
 
 
 def client_app(root_of: RootOf | None = None) -> ClientApp:
@@ -73,9 +74,18 @@ def server_app(config: str | Path, root: int | bytes | None = None) -> ServerApp
 
     @app.main()
     def main(grid: Any, context: Any) -> None:
+        from fedveil.errors import UserError
         from fedveil.federation.config import load_config
         from fedveil.flower.server import options_of, serve
 
-        serve(grid, load_config(str(config)), options_of(context.run_config), root=root)
+        try:
+            serve(grid, load_config(str(config)), options_of(context.run_config), root=root)
+        except UserError as wrong:
+            from logging import ERROR
+
+            from flwr.supercore import log
+
+            log(ERROR, f"{STOPPED} {wrong}")
+            raise UserError(str(wrong)) from None  # Flower marks the run as failed
 
     return app

@@ -15,6 +15,20 @@ from pathlib import Path
 from fedveil.errors import UserError
 from fedveil.flower import limits
 
+# Points of small order, with either sign bit, canonical or not: under such a "key" anybody can make signatures.
+_EIGHTH = "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"
+_OTHER = "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"
+_LOW = [
+    "00" * 32,
+    "01" + "00" * 31,
+    _EIGHTH,
+    _OTHER,
+    *(first + "ff" * 30 + "7f" for first in ("ec", "ed", "ee")),
+]
+WEAK = frozenset(
+    bytes((*point[:31], point[31] | sign)) for point in map(bytes.fromhex, _LOW) for sign in (0, 0x80)
+)
+
 
 def new_identity() -> bytes:
     """A secret key: 32 bytes from the operating system."""
@@ -42,6 +56,8 @@ def verify(public: bytes, purpose: str, message: bytes, signature: bytes) -> boo
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+    if public in WEAK:
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _bound(purpose, message))
     except (InvalidSignature, ValueError, TypeError):

@@ -1,37 +1,36 @@
-"""What a node does with a message: check the owner's policy, charge its own ledger, train, hand over.
+"""What a node does with a message: decide by the contract, charge its own ledger, train, hand over.
 
 The functions that plan, train and sanitise are the simulator's. The node derives everything that protects
-its data from the recipe itself; of the server's numbers it takes the model, the round, and public state.
+its data from the recipe itself; of the server's numbers it takes the model, the round, and public state, within the
+bounds of the contract.
+
+Order: (1) the request is read and judged by the contract alone; a refusal costs nothing and says why. (2) The release is
+on disk in the ledger. (3) Only then data is opened, and from here on every reply has the same form, whatever happens.
 """
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
-from fedveil.flower.owner import (
-    Owner,
-    Policy,
-    Refused,
-    allow_config,
-    allow_round,
-    deployable,
-    read_policy,
-)
+from fedveil.flower import books, limits
+from fedveil.flower.contract import Contract, Refused, decide, decide_claims, decide_round
+from fedveil.flower.owner import Owner, contract_of, deployable
+from fedveil.flower.request import Request, read_request, signed, state_of
 from fedveil.flower.wire import Facts
+
+if TYPE_CHECKING:
+    from fedveil.federation.round import State, Upload
 
 RootOf = Callable[[RunConfig, int], "int | bytes"]
 Reply = tuple[Facts, dict[str, np.ndarray]]
-LOCK_PATIENCE = 60.0  # seconds to wait for another message of this node that holds the ledger
 
 
 def answer(
@@ -43,95 +42,121 @@ def answer(
     root_of: RootOf | None = None,
     cache: dict[str, Any] | None = None,
 ) -> Reply:
-    """The reply to one message; whatever goes wrong becomes a reply without private content.
+    """The reply to one message. Never raises.
 
     cache: kept between messages by a persistent trainer (data and model of the last configuration).
+
+    Formal guarantee: what is said before the charge is a function of the request, the contract and the ledger; what is
+    said after it is the release that was charged.
     """
+    kept = {} if cache is None else cache
+    no_arrays: dict[str, np.ndarray] = {}
+    run = limits.plain(facts.get("run", ""), 64) if isinstance(facts, Mapping) else ""
     try:
+        if kind not in ("hello", "round"):
+            raise Refused(f"unknown request '{limits.plain(kind, 40)}'")
+        contract = contract_of(owner)
+        request = read_request(kind, facts, arrays, owner.client)
+        admitted = decide(contract, request)
+        if isinstance(admitted, Refused):
+            raise admitted
+        if contract.secure_noise and root_of is not None:
+            raise Refused(
+                "contract: the noise of this app could be repeated; secure_noise = true does not allow that"
+            )
+        deployable(request.recipe, shuffler=bool(owner.shuffler))
         if kind == "hello":
-            return hello(facts, owner, root_of, {} if cache is None else cache)
-        return play(facts, arrays, owner, root_of, {} if cache is None else cache)
-    except Refused as why:
-        _log(owner, str(why))
-        return {"status": "refused", "reason": str(why)}, {}
-    except Exception:
-        # The text may quote private rows: it stays on the node.
-        _log(owner, traceback.format_exc())
-        return {"status": "failed", "reason": "the node failed; its log (home/node.log) says why"}, {}
+            said, sent = hello(request, contract, owner, kept), no_arrays
+        else:
+            said, sent = play(request, contract, arrays, owner, admitted.submitter, root_of, kept)
+        books.audit(
+            owner.home,
+            asked=kind,
+            run=run,
+            round=facts.get("round"),
+            submitter=admitted.submitter,
+            answer="ok",
+        )
+    except Exception as why:
+        said, sent = {"status": "refused", "reason": _reason(owner, why)}, no_arrays
+        books.audit(owner.home, asked=limits.plain(kind, 20), run=run, answer=said["reason"])
+    if isinstance(facts, Mapping) and limits.is_hex(16)(facts.get("nonce")):
+        said["nonce"] = facts["nonce"]
+    return _signed(said, sent, owner), sent
 
 
-def _log(owner: Owner, text: str) -> None:
-    owner.home.mkdir(parents=True, exist_ok=True)
-    with open(owner.home / "node.log", "a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text.rstrip()}\n")
+def _reason(owner: Owner, why: Exception) -> str:
+    """What the server is told. All of this happens before any data is opened; the log has the particulars."""
+    if isinstance(why, (Refused, UserError)):
+        books.log(owner.home, f"refused: {limits.plain(why, 1000)}")
+        return limits.plain(why)
+    books.log(owner.home, "".join(traceback.format_exception(why)))
+    return "the node cannot take part now; its log (home/node.log) says why"
 
 
-def hello(facts: Mapping[str, Any], owner: Owner, root_of: RootOf | None, cache: dict[str, Any]) -> Reply:
-    """Say which client this is and how many examples it holds (public), or refuse the run at once."""
-    config, _ = _agreed(facts, owner, secure=root_of is None)
-    _, rows = _own_data(config, owner, cache)
-    return {"status": "ok", "client": owner.client, "examples": len(rows)}, {}
+def _signed(said: Facts, sent: Mapping[str, np.ndarray], owner: Owner) -> Facts:
+    """The reply with the node's signature, where it has an identity."""
+    if not owner.identity:
+        return said
+    from fedveil.flower.identity import read_identity
 
-
-def _agreed(facts: Mapping[str, Any], owner: Owner, secure: bool) -> tuple[RunConfig, Policy]:
-    policy = read_policy(owner.policy)
     try:
-        config = RunConfig(**facts["config"])
-        recipe = config.built_recipe()
-        deployable(recipe, shuffler=bool(owner.shuffler))
-    except (KeyError, TypeError, ValidationError, UserError) as wrong:
-        raise Refused(f"the run's configuration: {wrong}") from None
-    allow_config(policy, config, recipe, secure)
-    if not 0 <= owner.client < config.clients:
-        raise Refused(f"this is client {owner.client}, but the run has clients 0 to {config.clients - 1}")
-    return config, policy
+        return signed(said, sent, read_identity(owner.identity), "reply")
+    except UserError as wrong:
+        books.log(owner.home, str(wrong))
+        return said
 
 
-def _own_data(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> tuple[Any, np.ndarray]:
-    """(dataset, this node's row numbers). Only the owner names files; a server names built-in datasets at most."""
+def hello(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Facts:
+    """Say which client this is and how many records the contract states. No data is opened, unless it is public."""
+    from fedveil import __version__
+
+    examples = contract.data.examples if contract.data else len(_demo(request.config, owner, cache)[1])
+    return {
+        "status": "ok",
+        "client": owner.client,
+        "examples": examples,
+        "contract": contract.digest,
+        "data": None if contract.data is None else contract.data.digest,
+        "version": __version__,
+    }
+
+
+def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> tuple[Any, np.ndarray]:
+    """(dataset, this node's row numbers) of a built-in, public dataset, for trying out."""
     key = (
-        f"{owner}{config.dataset}{config.limit}{config.partition}{config.partition_options}{config.features}"
+        f"{owner}{config.dataset}{config.limit}{config.partition}{config.partition_options}"
+        f"{config.seed}{config.split_seed}{config.validation}{config.target}{config.clients}"
     )
-    key += f"{config.seed}{config.split_seed}{config.validation}{config.target}{config.clients}"
     if cache.get("data key") != key:
         from fedveil.data.datasets import dataset_names, load
         from fedveil.data.partition import partition
 
-        if owner.data:
-            dataset = load(owner.data, seed=config.split_seed, target=config.target)
-            rows = np.arange(len(dataset))
-        elif config.dataset not in dataset_names():
+        if config.dataset not in dataset_names():
             raise Refused(
-                f"dataset '{config.dataset}' is no built-in name and this node has no data of its own "
-                '(--node-config data="FILE")'
+                f"dataset '{limits.plain(config.dataset, 60)}' is no built-in name and this node has no data of its own "
+                '(--node-config data="FILE", with a contract)'
             )
-        else:
-            dataset = load(
-                config.dataset,
-                root=owner.datasets or None,
-                seed=config.split_seed,
-                validation=config.validation,
-                target=config.target,
-                limit=config.limit,
-            )
-            dealt = partition(
-                dataset, config.partition, config.clients, config.seed, **config.partition_options
-            )
-            rows = np.asarray(dealt.rows(owner.client))
-        from fedveil.models import features
-
-        front = config.features or features.default(dataset)
-        if front:
-            dataset = features.apply(dataset, front)
+        dataset = load(
+            config.dataset,
+            root=owner.datasets or None,
+            seed=config.split_seed,
+            validation=config.validation,
+            target=config.target,
+            limit=config.limit,
+        )
+        dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
         cache.clear()
-        cache.update({"data key": key, "data": (dataset, rows)})
+        cache.update({"data key": key, "data": (dataset, np.asarray(dealt.rows(owner.client)))})
     return cache["data"]
 
 
 def play(
-    facts: Mapping[str, Any],
+    request: Request,
+    contract: Contract,
     arrays: Mapping[str, np.ndarray],
     owner: Owner,
+    submitter: str,
     root_of: RootOf | None,
     cache: dict[str, Any],
 ) -> Reply:
@@ -139,101 +164,171 @@ def play(
 
     Formal guarantee: the upload is what `federation.round.uploads_of` lets out for this recipe, with noise and
     batches keyed by fresh operating-system entropy (unless a test gives the root), and the release is on
-    disk in this node's ledger, within the owner's budget, before training starts.
+    disk in this node's ledger, within the owner's budget, before any data is opened. What goes wrong after that
+    changes values only as the charged mechanism would on other data, never the form of the reply.
     """
-    from fedveil.federation.loop import train_cohort
-    from fedveil.federation.round import moment_of, recipe_of, uploads_of
+    from fedveil.federation.checks import first_model
+    from fedveil.federation.round import moment_of, recipe_of
     from fedveil.keys import entropy
-    from fedveil.protect.promise import divergence
 
-    config, policy = _agreed(facts, owner, secure=root_of is None)
-    prepared = _prepared(config, facts, owner, cache)
-    root = entropy() if root_of is None else root_of(config, owner.client)
-    prepared = replace(prepared, task=replace(prepared.task, root=root))
-    task = prepared.task
-    number = facts.get("round")
-    if not isinstance(number, int) or not 0 <= number < config.rounds:
-        raise Refused(f"round {number!r} is not one of the {config.rounds} rounds of this run")
-    state = _state(arrays, prepared, number)
-    now = moment_of(task, state)
+    prepared = _prepared(request, contract, owner, cache)
+    root = entropy() if root_of is None else root_of(request.config, owner.client)
+    task = replace(prepared.task, root=root)
+    prepared = replace(prepared, task=task)
+    state = state_of(arrays, task, request.round, contract.bounds.weight)
+    if request.round == 0 and not contract.legacy and (wrong := first_model(state.weights, prepared.initial)):
+        raise Refused(f"contract: {wrong[0]}")
     recipe = recipe_of(task, owner.client)
+    now = moment_of(task, state)
     if owner.client in task.own:
         now = replace(now, sigmas=(task.own[owner.client][1],) * len(now.sigmas))
     if recipe.channel.hides_reports:
         now = replace(now, arrived=_crowd(owner))
-    allow_round(policy, recipe, now.sigmas, now.epsilon)
-    charge(
-        owner,
-        policy,
-        own_release(prepared, now, owner.client, str(facts.get("run", ""))),
-        secure=root_of is None,
-    )
-    for chunk, result in train_cohort(prepared, state, now, np.array([owner.client])):
-        for upload in uploads_of(task, now, state, chunk, result):
-            said: Facts = {
-                "status": "ok",
-                "round": number,
-                "client": owner.client,
-                "ticket": facts.get("ticket"),
-            }
-            if upload.bits is None:
-                more = {} if upload.below is None else {"below": upload.below}
-                return said | more, {"update": upload.update.astype(np.float32)}
-            if not recipe.channel.hides_reports:
-                return said, {"bits": upload.bits}
-            _to_shuffler(owner, facts, upload.bits, task.layout.size)
-            return said | {"status": "shuffled"}, {}
-    # That training met numbers that are not finite depends on the data: telling so ends the promise.
-    lost = divergence(recipe, now.number, (0,))
-    if lost is not None:
-        charge(owner, policy, lost, secure=root_of is None, within_budget=False)
-    return {"status": "diverged", "round": number, "client": owner.client, "ticket": facts.get("ticket")}, {}
+    clips = now.bounds
+    if recipe.clip.rule.rescales:  # the clip to 1 of scaled gradients is one to this length of plain ones
+        clips = (float(np.sqrt(np.sum(state.clip.square, dtype=np.float64))),)
+    decide_round(contract, recipe, clips, now.sigmas, now.epsilon)
+    release = own_release(prepared, now, owner.client)
+    decide_claims(contract, [claim for _, claims in release.groups for claim in claims])
+    origin = {"run": request.run, "submitter": submitter, "contract": contract.digest[:16]}
+    books.charge(owner, contract, release, secure=root_of is None, origin=origin)
+    # From here on nothing may raise.
+    upload = _upload(prepared, state, now, request, contract, owner, cache)
+    said: Facts = {"status": "ok", "round": request.round, "client": owner.client, "ticket": request.ticket}
+    if upload.bits is None:
+        more = {} if upload.below is None else {"below": upload.below}
+        return said | more, {"update": upload.update.astype(np.float32)}
+    if not recipe.channel.hides_reports:
+        return said, {"bits": upload.bits}
+    try:
+        _to_shuffler(owner, request, upload.bits, task.layout.size)
+    except Exception:
+        books.log(owner.home, traceback.format_exc())
+    return said | {"status": "shuffled"}, {}
 
 
-def _prepared(config: RunConfig, facts: Mapping[str, Any], owner: Owner, cache: dict[str, Any]) -> Any:
-    """The simulator's `Prepared` with one client that has data: this one."""
-    key = repr(sorted((k, v) for k, v in facts.items() if k not in ("round", "ticket")))
-    dataset, rows = _own_data(config, owner, cache)
+def _upload(
+    prepared: Any,
+    state: State,
+    now: Any,
+    request: Request,
+    contract: Contract,
+    owner: Owner,
+    cache: dict[str, Any],
+) -> Upload:
+    """The upload of training on the owner's data; of training on nothing, with the same noise, if that fails.
+
+    Formal guarantee: never raises. Training that breaks is told to the private log only. That numbers left the range of
+    floats is a function of noised steps, so replacing the upload is post-processing of what was charged.
+    """
+    from fedveil.federation.loop import train_cohort
+    from fedveil.federation.round import uploads_of
+
+    try:
+        whole = _with_data(prepared, request, contract, owner, cache)
+        for chunk, result in train_cohort(whole, state, now, np.array([owner.client])):
+            for upload in uploads_of(whole.task, now, state, chunk, result):
+                if _fits(upload, prepared):
+                    return upload
+        books.log(owner.home, f"round {now.number}: training left the range of numbers; noise alone was sent")
+    except Exception:
+        books.log(
+            owner.home, f"round {now.number}: training failed; noise alone was sent: {traceback.format_exc()}"
+        )
+    return noise_alone(prepared, state, now, owner.client)
+
+
+def _fits(upload: Upload, prepared: Any) -> bool:
+    if upload.bits is not None:
+        return True
+    return upload.update.shape == (prepared.task.layout.size,) and bool(np.isfinite(upload.update).all())
+
+
+def noise_alone(prepared: Any, state: State, now: Any, client: int) -> Upload:
+    """The upload of a client all of whose records add nothing: the recipe's noise and nothing else."""
+    from fedveil.federation.round import plan_of, recipe_of, uploads_of, work_of
+    from fedveil.training import pool
+    from fedveil.training.contract import LocalResult
+
+    task = prepared.task
+    recipe, plan = recipe_of(task, client), plan_of(task, now, client, prepared.partition.size(client))
+    zero, none = np.zeros((1, task.layout.size), np.float32), np.zeros(1)
+    figures = np.zeros((1, task.layout.layers))
+    result = LocalResult(zero, np.array([True]), none, figures, figures, none, none, none)
+    if recipe.place.in_steps:
+        work = replace(work_of(task, state, now, client), rows=np.full((task.setting.steps, 1), -1, np.int32))
+        trained = pool.train(task.module, state.weights, task.x, task.y, [work], plan)
+        if bool(trained.finite[0]):
+            result = replace(trained, examples=none, unclipped=none)
+    return next(iter(uploads_of(task, now, state, [client], result)))
+
+
+def _with_data(
+    prepared: Any, request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]
+) -> Any:
+    """The same preparation with the owner's records in it."""
+    if contract.data is None:
+        dataset, _ = _demo(request.config, owner, cache)
+        return replace(prepared, task=replace(prepared.task, x=dataset.x, y=dataset.y))
+    key = f"{contract.data} {owner.data} {_changed(owner.data)}"
+    if cache.get("records key") != key:
+        from fedveil.flower.owndata import exactly, read_rows
+
+        if not owner.data:
+            raise UserError('this node has no data (--node-config data="FILE")')
+        cache["records"] = exactly(read_rows(owner.data, contract.data), contract.data)
+        cache["records key"] = key
+    x, y = cache["records"]
+    return replace(prepared, task=replace(prepared.task, x=x, y=y))
+
+
+def _changed(path: str) -> str:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return ""
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Any:
+    """The simulator's `Prepared` with one client, this one, and without data: its form comes from the contract."""
+    from fedveil.data.partition import Partition
+    from fedveil.federation.loop import prepare
+    from fedveil.flower.owndata import empty_dataset
+    from fedveil.models import nets
+    from fedveil.models.layout import layout_of
+
+    config = request.config
+    if contract.data is None:
+        dataset, rows = _demo(config, owner, cache)
+        if tuple(dataset.shape) != request.shape or dataset.classes != request.classes:
+            raise Refused("the run expects examples of another form than the dataset has")
+    else:
+        dataset, rows = empty_dataset(contract.data), np.arange(contract.data.examples)
+    key = repr((config, request.model, request.examples, request.sigma, contract, owner))
     if cache.get("task key") == key:
         return cache["task"]
-    from fedveil.data.partition import Partition
-    from fedveil.federation.harmonize import clip_for
-    from fedveil.federation.loop import prepare
-    from fedveil.models import nets
-    from fedveil.protect.recipe import with_changes
 
     def mine(client: int) -> np.ndarray:
         if client != owner.client:
             raise IndexError(f"client {client} is not on this node")
         return rows
 
-    shape, classes = tuple(facts["shape"]), facts["classes"]
-    if tuple(dataset.shape) != shape or (classes is None) != (dataset.task == "regression"):
-        raise UserError(
-            f"examples have shape {dataset.shape} here and {shape} in the run, or the task differs"
+    dealt = Partition("node", config.clients, 1, request.examples, mine, lambda _: len(rows))
+    module = nets.build(request.model, dataset.shape, dataset.classes, config.seed, **config.model_options)
+    size = layout_of(module).size
+    if size > contract.bounds.parameters:
+        raise Refused(
+            f"contract: the model has {size} weights, at most {contract.bounds.parameters} are allowed"
         )
-    if (
-        classes is not None
-        and len(rows)
-        and not 0 <= dataset.y[rows].min() <= dataset.y[rows].max() < classes
-    ):
-        raise UserError(f"a label here is not one of the run's {classes} classes")
-    dealt = Partition("node", config.clients, 1, int(facts["examples"]), mine, lambda _: len(rows))
-    name = str(facts["model"])
-    if name != config.model and name not in nets.model_names():
-        raise Refused(f"model '{name}' is not the configuration's")
-    module = nets.build(name, shape, classes, config.seed, **config.model_options)
+    # What follows needs no data: schedules, promises and the form of updates.
     plain = config.model_copy(update={"client_epsilons": None, "client_mechanisms": None, "calibrate": False})
     prepared = prepare(plain, dataset, module, dealt=dealt)
-    if facts.get("sigma") is not None:
-        # A client with its own budget: the server worked the noise out; policy and ledger judge it here.
-        law = prepared.task.recipe.law
-        kinds = config.client_mechanisms or ["none" if law is None else law.name]
-        kind = kinds[owner.client % len(kinds)]
-        own = with_changes(prepared.task.recipe, {"mechanism": kind, **clip_for(kind)})
+    if request.sigma is not None:
+        # A client with its own budget: the server worked the noise out; contract and ledger judge it here.
         task = replace(
             prepared.task,
-            own={owner.client: (own, float(facts["sigma"]))},
+            own={owner.client: (request.recipe, float(request.sigma))},
             own_epsilon={c: _budget(config, c) for c in range(config.clients)},
         )
         prepared = replace(prepared, task=task)
@@ -246,42 +341,7 @@ def _budget(config: RunConfig, client: int) -> float:
     return config.client_epsilons[client % len(config.client_epsilons)]
 
 
-def _vector(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
-    value = arrays.get(name)
-    if value is None or value.shape != (size,) or value.dtype != np.float32 or not np.isfinite(value).all():
-        raise Refused(f"'{name}' from the server is not {size} finite float32 numbers")
-    return value
-
-
-def _state(arrays: Mapping[str, np.ndarray], prepared: Any, number: int) -> Any:
-    """The server's weights and public memories as a state: only what the recipe broadcasts, and only if it fits."""
-    from fedveil.federation.round import start
-
-    task = prepared.task
-    first = start(task, _vector(arrays, "weights", task.layout.size))
-    like = first.broadcast(-1)
-    sent: dict[str, np.ndarray] = {}
-    for name, value in arrays.items():
-        own = name.removeprefix("server.")
-        if own == name:
-            continue
-        table = own.partition("/")[0] in {k.partition("/")[0] for k in like} or own.startswith("aggregate.own/")
-        known = like.get(own)
-        if known is None and not (table or own == "anchor.weights"):
-            raise Refused(f"'{own}' from the server is nothing that this recipe broadcasts")
-        if known is not None and known.ndim == 0:
-            if value.size != 1 or not (np.isfinite(value).all() and float(value.reshape(-1)[0]) > 0):
-                raise Refused(f"'{own}' from the server is not a positive number")
-            sent[own] = np.asarray(value).reshape(-1)[0]
-            continue
-        size = task.layout.size if known is None else known.size
-        if value.shape != (size,) or not np.isfinite(value).all():
-            raise Refused(f"'{own}' from the server is not {size} finite numbers")
-        sent[own] = value
-    return replace(first.restored(sent), round=number)
-
-
-def own_release(prepared: Any, now: Any, client: int, run: str) -> Any:
+def own_release(prepared: Any, now: Any, client: int) -> Any:
     """This node's ledger entry for taking part in one round.
 
     A node knows when it takes part and cannot check how others are drawn, so it counts every participation
@@ -294,44 +354,7 @@ def own_release(prepared: Any, now: Any, client: int, run: str) -> Any:
 
     recipe = replace(recipe_of(prepared.task, client), cohort=Everybody())
     found = claims(recipe, prepared.task.setting, now, prepared.partition.size(client))
-    return Release(now.number, (((0,), tuple(found)),), note=run)
-
-
-def charge(owner: Owner, policy: Policy, release: Any, secure: bool, within_budget: bool = True) -> None:
-    """Write the release to the node's ledger, synced, or refuse it if it is over the owner's budget.
-
-    The server chooses each round's noise, possibly after what it saw, so the budget is a Rényi filter.
-    """
-    from fedveil.privacy.ledger import Budget, Header, Ledger, Locked
-
-    path = owner.home / "ledger.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    waited = time.monotonic() + LOCK_PATIENCE
-    while True:
-        try:
-            ledger = (
-                Ledger.open(path)
-                if path.exists()
-                else Ledger.create(path, Header(delta=policy.delta, clients=1, simulated=not secure))
-            )
-            break
-        except Locked:
-            if time.monotonic() > waited:
-                raise Refused("the node is busy with another round") from None
-            time.sleep(0.2)
-    with ledger:
-        if not secure and not ledger.header.simulated:
-            raise Refused("this ledger is for secure noise; use another home for repeatable noise")
-        if policy.maximum_epsilon is not None and within_budget:
-            # The policy of today is the budget: an owner may lower or raise it. A refusal is not recorded, or
-            # anybody could end a node's work by asking for too much once.
-            allowed = Budget(
-                policy.maximum_epsilon, policy.observer, policy.unit, delta=policy.delta, accountant="rdp"
-            )
-            over = ledger.would_exceed(release, (allowed,))
-            if over:
-                raise Refused(f"budget: {over[0]}")
-        ledger.spend(release)
+    return Release(now.number, (((0,), tuple(found)),))
 
 
 def _crowd(owner: Owner) -> int:
@@ -340,18 +363,23 @@ def _crowd(owner: Owner) -> int:
 
     from fedveil.flower.shuffler import facts_of
 
-    return int(asyncio.run(facts_of(owner.shuffler))["minimum"])
+    try:
+        return int(asyncio.run(facts_of(owner.shuffler))["minimum"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as wrong:
+        books.log(owner.home, f"shuffler {owner.shuffler}: {wrong}")
+        raise Refused("the node's shuffler does not answer") from None
 
 
-def _to_shuffler(owner: Owner, facts: Mapping[str, Any], bits: np.ndarray, size: int) -> None:
+def _to_shuffler(owner: Owner, request: Request, bits: np.ndarray, size: int) -> None:
     """Seal every report to the server's key and hand it to the owner's shuffler: the SuperLink never sees it."""
     import asyncio
 
+    from fedveil.flower.identity import read_identity
     from fedveil.flower.shuffler import seal_reports, send_round
 
-    ticket, group = int(facts["ticket"]), int(facts.get("group", 1))
-    frames = seal_reports(bytes.fromhex(facts["shuffler key"]), bits, size, ticket, group)
-    asyncio.run(send_round(owner.shuffler, ticket, str(owner.client), frames))
+    frames = seal_reports(bytes.fromhex(request.shuffler_key), bits, size, request.ticket, request.group)
+    secret = read_identity(owner.identity) if owner.identity else None
+    asyncio.run(send_round(owner.shuffler, request.ticket, str(owner.client), frames, secret))
 
 
 def ledger_of(home: Path) -> Any:

@@ -1,10 +1,11 @@
 """What the owner of a node decides, on the node: where its data and books are, and what it allows.
 
-Policy file (TOML); every key is optional except `recipes`:
+What is allowed stands in a contract (`flower.contract`). The older policy files are still read, for nodes that play a
+part of a built-in dataset; every key is optional except `recipes` and `maximum_epsilon`:
 
     recipes = ["fed-cdp", "fed-cdp-sound"]   # nothing else is trained
     minimum_sigma = 6.0                      # noise multiplier, of every step
-    maximum_epsilon = 8.0                    # over the life of this node's ledger, all runs together
+    maximum_epsilon = 8.0                    # over the life of this node's ledger; "unlimited" promises nothing
     observer = "server"                      # against whom: server, participants, public, client-process
     unit = "example"                         # example, client or reported-weight
     delta = 1e-5
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.flower import limits
+from fedveil.flower.contract import Allowed, Bounds, Contract, Model, Refused, read_contract
 from fedveil.privacy.events import Observer, Unit
 
 if TYPE_CHECKING:
-    from fedveil.federation.config import RunConfig
     from fedveil.protect.recipe import Recipe
 
 if sys.version_info >= (3, 11):
@@ -35,25 +37,37 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-NODE_KEYS = ("home", "policy", "data", "datasets", "partition-id", "num-partitions", "trainer", "shuffler")
+__all__ = ["Owner", "Policy", "Refused", "contract_of", "deployable", "owner_of", "read_policy", "tomllib"]
 
-
-class Refused(Exception):
-    """The owner does not allow this. The text is told to the server: it must not depend on private data."""
+NODE_KEYS = (
+    "home", "policy", "contract", "contract-digest", "contract-owner", "identity", "anchor", "data", "datasets",
+    "partition-id", "num-partitions", "trainer", "shuffler",
+)  # fmt: skip
+HINT = (
+    "a policy file says nothing about columns, classes and target, so the server would choose them. Write a contract: "
+    "`fedveil flower contract` (docs/contract.md)"
+)
 
 
 @dataclass(frozen=True)
 class Owner:
     """One node as its owner set it up (SuperNode --node-config).
 
-    home: folder of ledger and logs. policy: the policy file. client: this node's number. data: the owner's own
-    file; without it the node plays part `client` of a built-in dataset (for trying out). datasets: folder
-    of the built-in datasets. trainer: socket of the persistent trainer. shuffler: address of the shuffler.
+    home: folder of ledger and logs. contract: the contract's file, with contract_digest (pinned) or contract_owner
+    (public key that signed it); or policy: an old policy file. client: this node's number. data: the owner's own
+    file; without it the node plays part `client` of a built-in dataset (for trying out). datasets: folder of the
+    built-in datasets. identity: file of the key that signs replies. anchor: second place where the head of the ledger
+    is kept. trainer: socket of the persistent trainer. shuffler: address of the shuffler.
     """
 
     home: Path
-    policy: Path
     client: int
+    policy: str = ""
+    contract: str = ""
+    contract_digest: str = ""
+    contract_owner: str = ""
+    identity: str = ""
+    anchor: str = ""
     data: str = ""
     datasets: str = ""
     trainer: str = ""
@@ -81,32 +95,63 @@ def owner_of(node_config: Mapping[str, Any]) -> Owner:
     for key in node_config:
         if key not in NODE_KEYS:
             raise UserError(f"--node-config: unknown key '{key}'.{did_you_mean(key, NODE_KEYS)}")
-    for key in ("home", "policy", "partition-id"):
-        if key not in node_config:
+    for key in ("home", "contract", "partition-id"):
+        if key not in node_config and not (key == "contract" and "policy" in node_config):
             raise UserError(
                 f"--node-config: '{key}' is missing. Nothing is trained without a folder for the ledger (home), a "
-                "policy file (policy) and this node's number (partition-id); see docs/deploy.md"
+                "contract (contract, with contract-digest or contract-owner) and this node's number (partition-id); "
+                "see docs/deploy.md"
             )
-    text = {key: str(node_config.get(key, "")) for key in NODE_KEYS}
-    return Owner(
-        home=Path(text["home"]),
-        policy=Path(text["policy"]),
-        client=int(node_config["partition-id"]),
-        data=text["data"],
-        datasets=text["datasets"],
-        trainer=text["trainer"],
-        shuffler=text["shuffler"],
+    if "contract" in node_config and "policy" in node_config:
+        raise UserError("--node-config: give a contract or an old policy file, not both")
+    number = node_config["partition-id"]
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
+        raise UserError(f"--node-config: partition-id = {number!r} is no number of a client (0, 1, 2, …)")
+    text = {key.replace("-", "_"): str(node_config.get(key, "")) for key in NODE_KEYS}
+    rest = {item.name: text[item.name] for item in fields(Owner) if item.name not in ("home", "client")}
+    return Owner(home=Path(text["home"]), client=number, **rest)
+
+
+def contract_of(owner: Owner) -> Contract:
+    """The contract in force at this node, read and checked anew for every message; an old policy as a contract."""
+    if not owner.contract:
+        if owner.data:
+            raise UserError(f"--node-config: data needs a contract: {HINT}")
+        return from_policy(read_policy(Path(owner.policy)))
+    if not owner.contract_digest and not owner.contract_owner:
+        raise UserError(
+            "--node-config: a contract is pinned (contract-digest) or signed (contract-owner, the public key); "
+            "`fedveil flower contract --show FILE` prints the digest"
+        )
+    key = None
+    if owner.contract_owner:
+        if not limits.is_hex(32)(owner.contract_owner):
+            raise UserError("--node-config: contract-owner is a public key of 64 hexadecimal digits")
+        key = bytes.fromhex(owner.contract_owner)
+    return read_contract(owner.contract, pinned=owner.contract_digest, owner=key)
+
+
+def from_policy(policy: Policy) -> Contract:
+    """An old policy as a contract, with the built-in bounds for what a policy cannot say."""
+    return Contract(
+        study="policy file",
+        version=1,
+        recipes=tuple(Allowed(name) for name in policy.recipes),
+        epsilon=policy.maximum_epsilon,
+        observer=policy.observer,
+        unit=policy.unit,
+        delta=policy.delta,
+        models=tuple(Model(name) for name in policy.models),
+        bounds=Bounds(sigma=(policy.minimum_sigma, 1e6), report_epsilon=policy.maximum_report_epsilon),
+        secure_noise=policy.secure_noise,
+        legacy=True,
+        changes=policy.changes,
     )
 
 
 def read_policy(path: Path) -> Policy:
     """Read a policy file; every wrong key or value is an error, because a misspelt limit would limit nothing."""
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except OSError as wrong:
-        raise UserError(f"policy file {path}: {wrong.strerror}; write one as in docs/deploy.md") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
-        raise UserError(f"policy file {path}: not valid TOML: {wrong}") from None
+    values = limits.read_toml(path, "policy file")
     known = {item.name: item for item in fields(Policy)}
     for key in values:
         if key not in known:
@@ -115,6 +160,13 @@ def read_policy(path: Path) -> Policy:
         raise UserError(f"policy file {path}: 'recipes' is missing: list the recipes that may be trained")
     for key, value in values.items():
         _check_value(path, key, value)
+    if "maximum_epsilon" not in values:
+        raise UserError(
+            f"policy file {path}: 'maximum_epsilon' is missing: without it nothing would ever stop a run. Give a number, or "
+            '"unlimited" if nothing is to be promised'
+        )
+    if values["maximum_epsilon"] == "unlimited":
+        values["maximum_epsilon"] = None
     found: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     return Policy(**found)
 
@@ -126,6 +178,8 @@ def _check_value(path: Path, key: str, value: Any) -> None:
 
     if key in ("recipes", "changes", "models"):
         need(isinstance(value, list) and all(isinstance(v, str) for v in value), "expected a list of names")
+    elif key == "maximum_epsilon" and value == "unlimited":
+        pass
     elif key == "secure_noise":
         need(isinstance(value, bool), "expected true or false")
     elif key in ("observer", "unit"):
@@ -154,47 +208,3 @@ def deployable(recipe: Recipe, shuffler: bool = False) -> None:
             "channel = shuffle-parameters needs a shuffler beside Flower, because the SuperLink knows each sender: "
             'name it (shuffler = "tcp:HOST:PORT", on server and nodes), or set channel = none'
         )
-
-
-def allow_config(policy: Policy, config: RunConfig, recipe: Recipe, secure: bool) -> None:
-    """Refuse what the owner did not allow and what can be told before any round."""
-    if policy.secure_noise and not secure:
-        raise Refused(
-            "policy: the noise of this app could be repeated; secure_noise = true does not allow that"
-        )
-    if recipe.name not in policy.recipes:
-        raise Refused(
-            f"policy: recipe '{recipe.name}' is not allowed here ({', '.join(policy.recipes) or 'none'} is)"
-        )
-    for key in _flat(config.protect):
-        if key not in policy.changes:
-            raise Refused(
-                f"policy: a run may not change '{key}' of a recipe here ({', '.join(policy.changes)} it may)"
-            )
-    if ":" in config.model and config.model not in policy.models:
-        raise Refused("policy: the model is a function of the server's choice that would be imported here; "
-                      "list it in `models` to allow it")  # fmt: skip
-
-
-def allow_round(
-    policy: Policy, recipe: Recipe, sigmas: tuple[float, ...], report_epsilon: float | None
-) -> None:
-    """Refuse weaker noise than the owner allowed, in any step of this round."""
-    if recipe.private and recipe.law is None:
-        if report_epsilon is None or not report_epsilon <= policy.maximum_report_epsilon:
-            raise Refused(
-                f"policy: epsilon {report_epsilon} per reported weight, at most {policy.maximum_report_epsilon:g} is allowed"
-            )
-    elif policy.minimum_sigma > 0 and (not recipe.private or not min(sigmas) >= policy.minimum_sigma):
-        least = min(sigmas) if recipe.private else 0.0
-        raise Refused(
-            f"policy: sigma {least:g} in this round, at least {policy.minimum_sigma:g} is asked for"
-        )
-
-
-def _flat(changes: Mapping[str, Any]) -> list[str]:
-    """Dotted names of changed recipe parts."""
-    out = []
-    for key, value in changes.items():
-        out += [f"{key}.{inner}" for inner in value] if isinstance(value, Mapping) else [key]
-    return out

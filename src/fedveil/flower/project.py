@@ -52,11 +52,13 @@ app = client_app()
 def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -> None:
     """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
     deployable(config.built_recipe(), shuffler=bool(options.get("shuffler") and options.get("shuffler_key")))
+    if config.features:
+        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
     if (folder / "pyproject.toml").exists():
         raise UserError(f"{folder} already holds a project; choose another folder")
     package = folder / "fedveil_run"
     package.mkdir(parents=True, exist_ok=True)
-    lines = "".join(f"{key.replace('_', '-')} = {_value(value)}\n" for key, value in options.items())
+    lines = "".join(f"{key.replace('_', '-')} = {toml_value(value)}\n" for key, value in options.items())
     description = f"{config.recipe} on {config.dataset}".replace('"', "'")
     (folder / "pyproject.toml").write_text(PYPROJECT.format(description=description, options=lines), "utf-8")
     (package / "__init__.py").write_text("", "utf-8")
@@ -70,17 +72,17 @@ def to_toml(config: RunConfig) -> str:
     values = config.model_dump(exclude_none=True, exclude={"secure_noise"})  # always, on Flower
     own = {key: value for key, value in values.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in values.items() if isinstance(value, dict) and value}
-    text = "".join(f"{key} = {_value(value)}\n" for key, value in own.items())
+    text = "".join(f"{key} = {toml_value(value)}\n" for key, value in own.items())
     for name, table in tables.items():
-        text += f"\n[{name}]\n" + "".join(f"{_value(k)} = {_value(v)}\n" for k, v in table.items())
+        text += f"\n[{name}]\n" + "".join(f"{toml_value(k)} = {toml_value(v)}\n" for k, v in table.items())
     return text
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_value(k)} = {_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, (bool, str)):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)

@@ -56,6 +56,8 @@ class Roster:
             raise limits.Malformed("roster: a retired number is in use")
         if any(len(key) != 32 for key in keys):
             raise limits.Malformed("roster: an identity key is not 32 bytes long")
+        if any(key in identity.WEAK for key in keys):
+            raise limits.Malformed("roster: an identity key is one under which anybody can sign")
         if numbers != sorted(numbers):
             object.__setattr__(self, "members", tuple(sorted(self.members, key=lambda m: m.number)))
 

@@ -8,16 +8,21 @@ is divided by the planned cohort: fewer arrivals mean relatively more noise, nev
 
 from __future__ import annotations
 
+import contextlib
 import math
+import queue
+import secrets
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedveil import __version__
 from fedveil.data.datasets import Dataset, load
 from fedveil.data.partition import Partition
 from fedveil.errors import UserError, did_you_mean
@@ -25,12 +30,17 @@ from fedveil.federation import loop, store
 from fedveil.federation.config import RunConfig
 from fedveil.federation.loop import OnRound, Prepared
 from fedveil.federation.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
-from fedveil.flower import wire
+from fedveil.flower import limits, wire
+from fedveil.flower.contract import Data, read_contract
+from fedveil.flower.identity import read_identity
+from fedveil.flower.owndata import dataset_of, read_rows
 from fedveil.flower.owner import deployable
-from fedveil.models import nets
+from fedveil.flower.replies import Unusable, greeting, round_reply
+from fedveil.flower.request import signed
+from fedveil.flower.roster import Roster, read_roster
+from fedveil.models import features, nets
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.place import Reports
-from fedveil.protect.promise import divergence
 from fedveil.protect.setting import Moment
 from fedveil.training.contract import LocalPlan
 
@@ -42,7 +52,9 @@ class Options:
     out: run directory on the server. deadline: seconds a round waits for replies. join: seconds to wait for
     nodes. minimum: with fewer usable replies the round is skipped (its release stays charged). patience: rounds
     that may be skipped in a row. public: file with the server's public test data, if not the
-    configuration's dataset. shuffler, shuffler_key: address, and file of the server's secret key.
+    configuration's dataset. contract: file of the study's contract, whose [data] describes public and private rows
+    alike. roster: file of the nodes' numbers and keys; replies must then be signed. identity: file of the key that
+    signs this server's requests. shuffler, shuffler_key: address, and file of the server's secret key.
     """
 
     out: str
@@ -52,6 +64,9 @@ class Options:
     patience: int = 3
     poll: float = 0.5
     public: str = ""
+    contract: str = ""
+    roster: str = ""
+    identity: str = ""
     shuffler: str = ""
     shuffler_key: str = ""
     group: int = 1
@@ -65,7 +80,41 @@ def options_of(values: Mapping[str, Any]) -> Options:
             raise UserError(f"run configuration: unknown key '{key}'.{did_you_mean(key, known)}")
     if not values.get("out"):
         raise UserError("run configuration: 'out' is missing: the run directory on the server")
+    for key, value in values.items():
+        kind = {item.name: item.type for item in fields(Options)}[known[key]]
+        right = isinstance(value, str) if kind == "str" else isinstance(value, (int, float)) and value >= 0
+        if not right or isinstance(value, bool):
+            raise UserError(
+                f"run configuration: {key} = {value!r} is not a {'text' if kind == 'str' else 'number'}"
+            )
     return Options(**{known[key]: value for key, value in values.items()})
+
+
+@dataclass(frozen=True)
+class Parties:
+    """What the server knows of the study's papers: the data's form, the roster, and its own key."""
+
+    data: Data | None = None
+    roster: Roster | None = None
+    secret: bytes | None = None
+
+
+def parties_of(config: RunConfig, options: Options) -> Parties:
+    """Read contract, roster and key; `UserError` where they do not fit the configuration."""
+    data = read_contract(options.contract).data if options.contract else None
+    roster = read_roster(options.roster) if options.roster else None
+    if options.public and data is None:
+        raise UserError(
+            "public = … needs the study's contract (contract = FILE): its [data] says which columns, ranges and classes server "
+            "and nodes share"
+        )
+    if roster is not None:
+        missing = sorted(set(range(config.clients)) - {m.number for m in roster.members})
+        if missing:
+            raise UserError(
+                f"the roster has no node {missing[0]}, but the run has clients 0 to {config.clients - 1}"
+            )
+    return Parties(data, roster, read_identity(options.identity) if options.identity else None)
 
 
 @dataclass(frozen=True)
@@ -106,12 +155,19 @@ def serve(
     deployable(recipe, shuffler=bool(options.shuffler and options.shuffler_key))
     if config.target_accuracy is not None and config.validation <= 0:
         raise UserError("target_accuracy needs a public validation set")
+    if config.features:
+        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
+    parties = parties_of(config, options)
     config = config.model_copy(
         update={"secure_noise": root is None, "diagnostics": False, "checkpoint_every": 1, "report": False}
     )
-    dataset = _public_dataset(config, options)
+    dataset = _public_dataset(config, options, parties)
+    if features.default(dataset):
+        raise UserError(
+            f"dataset '{config.dataset}' holds texts: over Flower give nodes and server files with features of them"
+        )
     name = nets.default_model(dataset) if config.model == "auto" else config.model
-    crowd = gather(grid, config, options, folder)
+    crowd = gather(grid, config, options, folder, parties)
     prepared = prepare(config, dataset, name, crowd, root)
     task = prepared.task
     state = loop.open_folder(prepared, folder, (folder / "run.json").exists(), "fedveil flower run")
@@ -127,8 +183,10 @@ def serve(
 
         def turn(state: State, now: Moment, clients: np.ndarray) -> loop.Turn:
             nonlocal skipped, crowd
-            crowd = ready(grid, prepared, crowd, now, clients, options)
-            following, facts, reasons = _play(grid, prepared, ledger, state, now, clients, crowd, options)
+            crowd = ready(grid, prepared, crowd, now, clients, options, parties)
+            following, facts, reasons = _play(
+                grid, prepared, ledger, state, now, clients, crowd, options, parties
+            )
             _say(f"round {following.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
             skipped = skipped + 1 if facts.get("skipped") else 0
             if skipped >= options.patience:
@@ -150,7 +208,9 @@ def _kept_apart(task: Task, facts: dict[str, Any]) -> tuple[dict[str, Any], dict
     if task.recipe.place.scope != "everyone":
         return facts, {}
     public = {"sigma", "bound", "learning_rate", "skipped"}
-    return {k: v for k, v in facts.items() if k in public}, {k: v for k, v in facts.items() if k not in public}
+    return {k: v for k, v in facts.items() if k in public}, {
+        k: v for k, v in facts.items() if k not in public
+    }
 
 
 def _play(
@@ -162,16 +222,14 @@ def _play(
     clients: np.ndarray,
     crowd: Crowd,
     options: Options,
+    parties: Parties,
 ) -> tuple[State, dict[str, Any], tuple[str, ...]]:
     """One round: charge, exchange, merge or skip. (next state, public facts, why replies are missing)."""
     task = prepared.task
     mark = loop.fingerprint_of(prepared, state, clients)
     ledger.spend(loop.release_of(prepared, now, clients), fingerprint=mark, replay_of=ledger.find(mark))
     ticket = ledger.head[0]
-    found = exchange(grid, prepared, state, now, clients, crowd, ticket, options)
-    lost = divergence(task.recipe, now.number, clients.tolist() if found.tally.get("diverged") else ())
-    if lost is not None:
-        ledger.spend(lost, fingerprint=mark + "diverged", replay_of=ledger.find(mark + "diverged"))
+    found = exchange(grid, prepared, state, now, clients, crowd, ticket, options, parties)
     arrived = found.shuffled if task.recipe.channel.hides_reports else len(found.uploads)
     if arrived >= least_of(task, now, clients, options) or (
         len(clients) == 0 and task.recipe.place.scope == "everyone"
@@ -206,8 +264,17 @@ def _say(text: str) -> None:
     log(INFO, text)
 
 
-def _public_dataset(config: RunConfig, options: Options) -> Dataset:
+def _public_dataset(config: RunConfig, options: Options, parties: Parties) -> Dataset:
     """The server's public part: test (and validation) rows. Training rows are dropped where a demo loads them."""
+    if parties.data is not None:
+        if not options.public:
+            raise UserError(
+                "contract = … needs public = FILE: the server's own public rows, to test the model with"
+            )
+        rows = read_rows(options.public, parties.data)
+        if rows.broken.all():
+            raise UserError(f"{options.public}: no row can be read as the contract describes them")
+        return dataset_of(rows, parties.data, Path(options.public).name, test=True)
     found = load(
         options.public or config.dataset,
         root=config.data,
@@ -232,8 +299,6 @@ def prepare(
     shared = config.partition in ("copies", "overlap") or "examples_per_client" in config.partition_options
     copies = config.clients if shared else 1  # nodes with data of their own are taken at their word: disjoint
     dealt = Partition("nodes", config.clients, copies, sum(sizes), nobody, lambda client: sizes[client])
-    if config.features:
-        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
     module = nets.build(model, dataset.shape, dataset.classes, config.seed, **config.model_options)
     prepared = loop.prepare(config, dataset, module, dealt=dealt, root=root)
     return replace(
@@ -241,13 +306,14 @@ def prepare(
     )
 
 
-def _told(prepared: Prepared) -> wire.Facts:
+def _told(prepared: Prepared, parties: Parties) -> wire.Facts:
     """What every node is told about the run. Calibrated noise is written out, so that nodes need no sizes."""
     task, config = prepared.task, prepared.config
     protect = dict(config.protect)
     if config.calibrate and not task.own:
         protect["sigma"] = task.recipe.sigma.value(0, config.rounds)
     told = config.model_copy(update={"data": None, "protect": protect, "calibrate": False})
+    data = parties.data
     dataset = prepared.dataset
     return {
         "config": told.model_dump(),
@@ -256,13 +322,17 @@ def _told(prepared: Prepared) -> wire.Facts:
         "shape": list(dataset.shape),
         "classes": dataset.classes,
         "model": nets.default_model(dataset) if config.model == "auto" else config.model,
+        "data": None if data is None else data.digest,
+        "version": __version__,
     }
 
 
 # --- nodes ---
 
 
-def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crowd:
+def gather(
+    grid: Any, config: RunConfig, options: Options, folder: Path, parties: Parties = Parties()
+) -> Crowd:
     """Wait until every client has a node, or say who is missing. A resumed run knows its clients: it waits for
     their nodes to be back, but goes on with those that are."""
     crowd = Crowd()
@@ -271,7 +341,7 @@ def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crow
         crowd = Crowd({int(c): v[0] for c, v in known.items()}, {int(c): v[1] for c, v in known.items()})
     until = time.monotonic() + options.join
     while True:
-        crowd = greet(grid, config, crowd, max(1.0, until - time.monotonic()), options.poll)
+        crowd = greet(grid, config, crowd, max(1.0, until - time.monotonic()), options.poll, parties)
         missing = [c for c in range(config.clients) if c not in crowd.node]
         back = set(crowd.node.values()) <= set(grid.get_node_ids())
         if not missing and (back or time.monotonic() > until):
@@ -287,36 +357,47 @@ def gather(grid: Any, config: RunConfig, options: Options, folder: Path) -> Crow
         time.sleep(options.poll)
 
 
-def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: float) -> Crowd:
+def greet(
+    grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: float, parties: Parties = Parties()
+) -> Crowd:
     """Ask nodes that are not known yet who they are. Those that refuse, or are nobody's, are asked once."""
     online = set(grid.get_node_ids())
     fresh = sorted(online - set(crowd.node.values()) - set(crowd.strangers))
     if not fresh:
         return crowd
-    told = {"config": config.model_copy(update={"data": None}).model_dump()}
+    told: wire.Facts = {
+        "config": config.model_copy(update={"data": None}).model_dump(),
+        "data": None if parties.data is None else parties.data.digest,
+        "version": __version__,
+    }
     node, examples, strangers = dict(crowd.node), dict(crowd.examples), dict(crowd.strangers)
-    for number, reply in _ask(grid, {n: ("query", told, {}) for n in fresh}, patience, poll):
-        if reply.has_error():  # may be a passing fault: ask again next time
-            _say(f"node {number}: error {reply.error.code}: {reply.error.reason}")
-            continue
+    nonces = {number: secrets.token_hex(16) for number in fresh}
+    asked: dict[int, tuple[str, wire.Facts, wire.Arrays]] = {
+        n: ("query", _sealed({**told, "nonce": nonces[n]}, {}, parties), {}) for n in fresh
+    }
+    for number, reply in _ask(grid, asked, patience, poll):
         try:
-            facts, _ = wire.read(reply, 0)
-        except ValueError as wrong:
-            facts = {"reason": str(wrong)}
-        client, count = facts.get("client"), facts.get("examples")
-        if facts.get("status") != "ok":
-            strangers[number] = str(facts.get("reason", "no reason given"))[:500]
-        elif not (isinstance(client, int) and 0 <= client < config.clients):
-            strangers[number] = f"says it is client {client!r}; they are 0 to {config.clients - 1}"
-        elif not (isinstance(count, int) and count >= 0):
-            strangers[number] = f"says it holds {count!r} examples"
-        elif client in node and node[client] in online:
+            said = greeting(reply, nonces[number], parties.roster, config.clients)
+        except Unusable as why:
+            if why.kind == "error":  # may be a passing fault: ask again next time
+                _say(f"node {number}: {why}")
+            else:
+                strangers[number] = str(why)
+            continue
+        client, count = said.client, said.examples
+        if client in node and node[client] in online:
             strangers[number] = f"says it is client {client}, which is node {node[client]}"
         elif examples.get(client, count) != count:
             # The ledger's rates were worked out with the size told first.
             strangers[number] = (
                 f"client {client} came back with {count} examples instead of {examples[client]}"
             )
+        elif said.version != __version__:
+            strangers[number] = (
+                f"runs fedveil {said.version}, the server {__version__}: install the same on both"
+            )
+        elif parties.data is not None and said.data != parties.data.digest:
+            strangers[number] = "its contract has other columns, ranges, target or classes than the server's"
         else:
             node[client], examples[client] = number, count
     for number in strangers.keys() - crowd.strangers.keys():
@@ -324,8 +405,19 @@ def greet(grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: flo
     return Crowd(node, examples, strangers)
 
 
+def _sealed(facts: wire.Facts, arrays: wire.Arrays, parties: Parties) -> wire.Facts:
+    """The facts, signed where the server has a key."""
+    return facts if parties.secret is None else signed(facts, arrays, parties.secret)
+
+
 def ready(
-    grid: Any, prepared: Prepared, crowd: Crowd, now: Moment, clients: np.ndarray, options: Options
+    grid: Any,
+    prepared: Prepared,
+    crowd: Crowd,
+    now: Moment,
+    clients: np.ndarray,
+    options: Options,
+    parties: Parties,
 ) -> Crowd:
     """Before anything is charged: wait until enough of the cohort's nodes are there, or stop with the reason.
 
@@ -336,7 +428,8 @@ def ready(
     while True:
         online = set(grid.get_node_ids())
         if not online >= set(crowd.node.values()):
-            found = greet(grid, prepared.config, crowd, min(20.0, options.deadline / 4), options.poll)
+            patience = min(20.0, options.deadline / 4)
+            found = greet(grid, prepared.config, crowd, patience, options.poll, parties)
             silent = online - set(found.node.values()) - set(found.strangers)
             crowd = replace(
                 found, strangers={**found.strangers, **dict.fromkeys(silent, "did not say who it is")}
@@ -386,17 +479,54 @@ def _replies(
     sent.pop(None, None)
     open_ids = set(sent)
     until = time.monotonic() + patience
+    for reply in _pulled(grid, open_ids, until, poll):
+        answered = reply.metadata.reply_to_message_id
+        if answered not in sent:
+            tally["stray"] += 1
+            continue
+        yield sent[answered], reply, answered in open_ids
+        open_ids.discard(answered)
+
+
+PULLERS = 16  # replies that are fetched side by side
+GRACE = 2.0  # seconds after the deadline for what is being fetched already
+
+
+def _pulled(grid: Any, open_ids: set[str], until: float, poll: float) -> Iterator[Any]:
+    """Replies as they come, until all `open_ids` are gone from the set or the time is up.
+
+    Fetching a reply waits for all its parts, as long as its sender likes: so each is fetched in a thread of its own, and
+    one that is not whole in time is left behind.
+    """
+    came: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+    def fetch(name: str) -> None:
+        try:
+            came.put((name, list(grid.pull_messages([name]))))
+        except Exception as wrong:  # a SuperLink that is being restarted; asked again at the next look
+            came.put((name, wrong))
+
+    busy: set[str] = set()
+    looked: dict[str, float] = {}
     while open_ids:
-        for reply in grid.pull_messages(list(open_ids)):
-            answered = reply.metadata.reply_to_message_id
-            if answered not in sent:
-                tally["stray"] += 1
-                continue
-            yield sent[answered], reply, answered in open_ids
-            open_ids.discard(answered)
-        if not open_ids or time.monotonic() >= until:
+        late = time.monotonic() >= until
+        if late and (time.monotonic() >= until + GRACE or (not busy and open_ids <= looked.keys())):
             break
-        time.sleep(min(poll, max(0.0, until - time.monotonic())))
+        for name in sorted(open_ids - busy, key=lambda n: looked.get(n, 0.0)):
+            if len(busy) >= PULLERS or (late and name in looked):
+                break
+            if time.monotonic() < looked.get(name, 0.0) + poll:
+                break
+            busy.add(name)
+            looked[name] = time.monotonic()
+            threading.Thread(target=fetch, args=(name,), daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            name, found = came.get(timeout=max(0.001, min(poll / 4, 0.1)))
+            busy.discard(name)
+            if isinstance(found, Exception):
+                _say(f"replies cannot be fetched now: {limits.plain(found, 200)}")
+            else:
+                yield from found
 
 
 # --- one round ---
@@ -411,14 +541,16 @@ def exchange(
     crowd: Crowd,
     ticket: int,
     options: Options,
+    parties: Parties = Parties(),
 ) -> Outcome:
     """Send the round to the cohort's nodes that are there and collect what is usable until the deadline."""
     task = prepared.task
-    facts = {**_told(prepared), "round": state.round, "ticket": ticket}
+    facts = {**_told(prepared, parties), "round": state.round, "ticket": ticket}
     shared = {"weights": state.weights}
     online = set(grid.get_node_ids())
     tally: Counter[str] = Counter()
     wanted: dict[int, tuple[int, str, wire.Facts, wire.Arrays]] = {}
+    nonces: dict[int, str] = {}
     if options.shuffler:
         facts = {**facts, "shuffler key": _public_key(options).hex(), "group": options.group}
     for client in clients.tolist():
@@ -428,6 +560,8 @@ def exchange(
             continue
         arrays = shared | {f"server.{k}": np.atleast_1d(v) for k, v in state.broadcast(client).items()}
         told = facts | ({"sigma": task.own[client][1]} if client in task.own else {})
+        nonces[client] = secrets.token_hex(16)
+        told = _sealed({**told, "nonce": nonces[client]}, arrays, parties)
         wanted[client] = (node, "train", told, arrays)
     uploads: dict[int, Upload] = {}
     reasons: list[str] = []
@@ -438,7 +572,7 @@ def exchange(
             continue
         answered += 1
         try:
-            upload, used = usable(reply, prepared, state, now, client, ticket)
+            upload, used = usable(reply, prepared, state, now, client, ticket, nonces[client], parties.roster)
         except Unusable as why:
             tally[why.kind] += 1
             reasons.append(f"client {client}: {why}")
@@ -452,16 +586,15 @@ def exchange(
     return Outcome(uploads, shuffled, tally, tuple(reasons), size)
 
 
-class Unusable(Exception):
-    """A reply that is not merged; kind counts it: error, refused, failed, diverged or rejected."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-
-
 def usable(
-    reply: Any, prepared: Prepared, state: State, now: Moment, client: int, ticket: int
+    reply: Any,
+    prepared: Prepared,
+    state: State,
+    now: Moment,
+    client: int,
+    ticket: int,
+    nonce: str = "",
+    roster: Roster | None = None,
 ) -> tuple[Upload | None, int]:
     """The upload of a reply (None: it went to the shuffler) and its bytes, or `Unusable`.
 
@@ -469,23 +602,8 @@ def usable(
     """
     task = prepared.task
     size = task.layout.size
-    if reply.has_error():
-        raise Unusable("error", f"error {reply.error.code}: {reply.error.reason}")
-    try:
-        facts, arrays = wire.read(reply, 4 * size)
-    except ValueError as wrong:
-        raise Unusable("rejected", str(wrong)) from None
-    status = facts.get("status")
-    if status in ("refused", "failed"):
-        raise Unusable(status, str(facts.get("reason"))[:500])
-    if (facts.get("round"), facts.get("client"), facts.get("ticket")) != (
-        state.round,
-        client,
-        ticket,
-    ):
-        raise Unusable("rejected", "the reply belongs to another round or client")
-    if status == "diverged":
-        raise Unusable("diverged", "training met numbers that are not finite")
+    facts, arrays = round_reply(reply, 4 * size, nonce, roster, (state.round, client, ticket))
+    status = facts["status"]
     if status == "shuffled" and task.recipe.channel.hides_reports:
         return None, 0
     if status != "ok" or task.recipe.channel.hides_reports:
@@ -502,8 +620,8 @@ def usable(
         raise Unusable("rejected", f"norm {norm:.3g} is above what the recipe can produce ({limit:.3g})")
     below = facts.get("below")
     if task.recipe.clip.rule.beside():
-        if not isinstance(below, (int, float)) or not abs(below) <= 1e3:
-            raise Unusable("rejected", f"share of unclipped examples {below!r}")
+        if below is None:
+            raise Unusable("rejected", "the share of unclipped examples is missing")
         return Upload(client, update, float(below)), update.nbytes
     return Upload(client, update), update.nbytes
 
@@ -531,7 +649,9 @@ def largest_norm(task: Task, now: Moment, plan: LocalPlan, state: State) -> floa
     absurd = 1e3 * (root + float(np.linalg.norm(state.weights.astype(np.float64))))
     bound = recipe.clip.joint(now.bounds[0], task.layout.layers)
     if recipe.place.target == "update" and recipe.clip.bounded:
-        own = recipe.place.noised(recipe, task.setting, now, 1)[0].deviation if recipe.place.own_noise else 0.0
+        own = (
+            recipe.place.noised(recipe, task.setting, now, 1)[0].deviation if recipe.place.own_noise else 0.0
+        )
         noise = own * (root + 10) * 1.1
         start = (
             float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of == "weights" else 0.0

@@ -7,12 +7,13 @@ Each client seals every (id, bit) message of its reports to the server's key (X2
 ChaCha20-Poly1305). All frames have the same length. The shuffler collects the frames of a round, forgets
 who sent what, permutes them with operating-system entropy and hands them over as one batch. It refuses to
 release a round with fewer than `minimum` senders. Unlike random delays this is a uniform permutation, so
-timing and order carry nothing.
+timing and order carry nothing. With a roster (--roster) every sender signs what it hands in, and only nodes of the
+roster take part, each under its own number.
 
-Sharp edges. The server must not run the shuffler. `group` > 1 packs several weights of one client into one
-frame: cheaper, but those weights are linkable to each other. Whoever can register many fake senders can
-leave one honest
-client alone in the crowd: authenticate senders in front of the listener. Traffic is not wrapped in TLS here.
+Sharp edges. The server must not run the shuffler, and must not be the one who writes its roster: whoever can
+register many fake senders can leave one honest client alone in the crowd. `group` > 1 packs several weights of one
+client into one frame: cheaper, but those weights are linkable to each other. Traffic is not wrapped in TLS here;
+frames and batches are sealed, headers (round and sender) are not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -39,9 +41,16 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedveil import keys
 from fedveil.errors import UserError
+from fedveil.flower import identity, limits
+from fedveil.flower.roster import Roster, read_roster
 from fedveil.protect import channel, ldp
 
 OVERHEAD = 32 + 16  # ephemeral public key and authentication tag
+HEADER = 4096  # bytes of a request's first line
+FIRST, WHOLE = 10.0, 120.0  # seconds until a caller's first line, and its whole request, are in
+OPEN_ROUNDS = 4  # of one sender at a time
+KNOWN_ROUNDS = 100_000  # numbers of closed rounds that are remembered
+SIGNED_AS = "shuffler put"
 _COUNT = 2  # bytes at the start of a frame's plaintext: how many messages it holds
 
 
@@ -195,9 +204,12 @@ class Mixer:
             raise ValueError(f"round {round_number} is closed")
         if len(frames) != self.per_sender or any(len(f) != self.length for f in frames):
             raise ValueError(f"need exactly {self.per_sender} frames of {self.length} bytes")
-        waiting = self._open.setdefault(round_number, {})
-        if sender in waiting:
+        mine = [number for number, waiting in self._open.items() if sender in waiting]
+        if round_number in mine:
             raise ValueError("this sender has already handed in its frames")
+        if len(mine) >= OPEN_ROUNDS:
+            raise ValueError(f"this sender already takes part in {OPEN_ROUNDS} open rounds")
+        waiting = self._open.setdefault(round_number, {})
         self._since.setdefault(round_number, now)
         waiting[sender] = list(frames)
         if self.expected is not None and len(waiting) >= self.expected:
@@ -228,52 +240,82 @@ class Mixer:
         for old in sorted(self._closed)[: -self.keep]:  # the number stays known: no round opens twice
             if self._closed[old]["frames"]:
                 self._closed[old] = {"frames": None, "senders": self._closed[old]["senders"]}
+        while len(self._closed) > KNOWN_ROUNDS:
+            del self._closed[next(iter(self._closed))]
 
 
 # --- on the network ---
 # One request per connection: a JSON line, then bytes. Answers likewise.
 
 
-async def serve(address: str, mixer: Mixer, server_key: bytes, started: asyncio.Event | None = None) -> None:
+_PUT: dict[str, limits.Check] = {
+    "do": limits.is_one_of(["put"]),
+    "round": limits.is_int(0, 2**62),
+    "sender": limits.is_text(100, 1),
+    "count": limits.is_int(0, 2**31),
+}
+_TAKE: dict[str, limits.Check] = {"do": limits.is_one_of(["take"]), "round": limits.is_int(0, 2**62)}
+
+
+async def serve(
+    address: str,
+    mixer: Mixer,
+    server_key: bytes,
+    started: asyncio.Event | None = None,
+    *,
+    roster: Roster | None = None,
+) -> None:
     """Run the shuffler at `tcp:HOST:PORT` or `unix:PATH` until cancelled.
 
     Batches are sealed once more, as a whole, to the server's key, so only the server can read even the
-    ciphertexts.
+    ciphertexts. roster: who may hand in; without one anybody may, under any name.
     """
     clock = time.monotonic
+
+    async def put(request: dict[str, Any], reader: asyncio.StreamReader) -> dict[str, Any]:
+        told = limits.fields(request, "request", _PUT, {"signature": limits.is_hex(64)})
+        if told["count"] != mixer.per_sender:
+            raise ValueError(f"need exactly {mixer.per_sender} frames of {mixer.length} bytes")
+        public = None if roster is None else _sender_key(roster, told["sender"])
+        data = await asyncio.wait_for(reader.readexactly(mixer.per_sender * mixer.length), WHOLE)
+        signature = bytes.fromhex(told.get("signature", ""))
+        if public is not None and not identity.verify(
+            public, SIGNED_AS, put_payload(told["round"], told["sender"], data), signature
+        ):
+            raise ValueError(f"not signed by the key of node {told['sender']}")
+        frames = [data[i : i + mixer.length] for i in range(0, len(data), mixer.length)]
+        mixer.put(told["round"], told["sender"], frames, clock())
+        return {"ok": True}
+
+    async def reply_to(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+        request = limits.read_json(await asyncio.wait_for(reader.readline(), FIRST), HEADER)
+        what = request.get("do") if isinstance(request, dict) else None
+        if what == "put":
+            return await put(request, reader), b""
+        if what == "take":
+            batch = mixer.take(limits.fields(request, "request", _TAKE)["round"], clock())
+            body = seal(server_key, b"".join(batch["frames"]), b"fedveil batch")
+            return {"ok": True, "bytes": len(body), "senders": batch["senders"], "late": batch["late"]}, body
+        if what == "info":
+            facts = {"frame_bytes": mixer.length, "frames": mixer.per_sender, "minimum": mixer.minimum}
+            return {"ok": True, **facts, "server_key": server_key.hex()}, b""
+        raise ValueError("unknown request; use put, take or info")
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         body = b""
         try:
-            request = json.loads(await reader.readline())
-            if request["do"] == "put":
-                if int(request["count"]) != mixer.per_sender:
-                    raise ValueError(f"need exactly {mixer.per_sender} frames of {mixer.length} bytes")
-                data = await reader.readexactly(mixer.per_sender * mixer.length)
-                frames = [data[i : i + mixer.length] for i in range(0, len(data), mixer.length)]
-                mixer.put(int(request["round"]), str(request["sender"]), frames, clock())
-                reply: dict[str, Any] = {"ok": True}
-            elif request["do"] == "take":
-                batch = mixer.take(int(request["round"]), clock())
-                body = seal(server_key, b"".join(batch["frames"]), b"fedveil batch")
-                reply = {"ok": True, "bytes": len(body), "senders": batch["senders"], "late": batch["late"]}
-            elif request["do"] == "info":
-                reply = {
-                    "ok": True,
-                    "frame_bytes": mixer.length,
-                    "frames": mixer.per_sender,
-                    "minimum": mixer.minimum,
-                    "server_key": server_key.hex(),
-                }
-            else:
-                raise ValueError(f"unknown request {request['do']!r}; use put, take or info")
+            reply, body = await reply_to(reader)
         except asyncio.IncompleteReadError:
             reply = {"ok": False, "error": "the connection ended before all frames arrived; none were used"}
-        except (ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
-            reply = {"ok": False, "error": str(error)}
-        with contextlib.suppress(ConnectionError):
+        except (TimeoutError, asyncio.TimeoutError):
+            reply = {"ok": False, "error": "the request took too long"}
+        except ConnectionError:
+            return
+        except ValueError as error:
+            reply = {"ok": False, "error": limits.plain(error)}
+        with contextlib.suppress(ConnectionError, TimeoutError, asyncio.TimeoutError):
             writer.write(json.dumps(reply).encode() + b"\n" + body)
-            await writer.drain()
+            await asyncio.wait_for(writer.drain(), WHOLE)
             writer.close()
             await writer.wait_closed()
 
@@ -281,20 +323,37 @@ async def serve(address: str, mixer: Mixer, server_key: bytes, started: asyncio.
     if kind == "unix":
         with contextlib.suppress(FileNotFoundError):
             os.unlink(where)
-        server = await asyncio.start_unix_server(answer, path=where)
+        server = await asyncio.start_unix_server(answer, path=where, limit=HEADER)
     else:
         host, port = where
-        server = await asyncio.start_server(answer, host=host, port=port)
+        server = await asyncio.start_server(answer, host=host, port=port, limit=HEADER)
     async with server:
         if started is not None:
             started.set()
         await server.serve_forever()
 
 
-async def send_round(address: str, round_number: int, sender: str, frames: Sequence[bytes]) -> None:
-    """A client hands in its frames; raises ConnectionError with the shuffler's reason if it refuses."""
-    header = {"do": "put", "round": round_number, "sender": sender, "count": len(frames)}
-    await _ask(address, header, b"".join(frames))
+def put_payload(round_number: int, sender: str, data: bytes) -> bytes:
+    """What a sender signs."""
+    return f"{round_number} {sender} {hashlib.sha256(data).hexdigest()}".encode()
+
+
+def _sender_key(roster: Roster, sender: str) -> bytes:
+    found = [m.identity for m in roster.members if str(m.number) == sender]
+    if not found:
+        raise ValueError("this sender is not in the roster")
+    return found[0]
+
+
+async def send_round(
+    address: str, round_number: int, sender: str, frames: Sequence[bytes], secret: bytes | None = None
+) -> None:
+    """A client hands in its frames, signed if it has an identity; ConnectionError says why the shuffler refuses."""
+    data = b"".join(frames)
+    header: dict[str, Any] = {"do": "put", "round": round_number, "sender": sender, "count": len(frames)}
+    if secret is not None:
+        header["signature"] = identity.sign(secret, SIGNED_AS, put_payload(round_number, sender, data)).hex()
+    await _ask(address, header, data)
 
 
 async def take_round(address: str, round_number: int, private: bytes) -> tuple[list[bytes], dict[str, Any]]:
@@ -317,14 +376,27 @@ async def _ask(address: str, header: dict[str, Any], data: bytes = b"") -> tuple
     else:
         reader, writer = await asyncio.open_connection(*where)
     try:
-        writer.write(json.dumps(header).encode() + b"\n" + data)
-        await writer.drain()
-        reply = json.loads(await reader.readline())
-        body = await reader.readexactly(reply["bytes"]) if reply.get("bytes") else b""
+        writer.write(json.dumps(header).encode() + b"\n")
+        with contextlib.suppress(
+            ConnectionError
+        ):  # a refusal may come before all frames are out; it is read below
+            writer.write(data)
+            await asyncio.wait_for(writer.drain(), WHOLE)
+        reply = limits.read_json(await asyncio.wait_for(reader.readline(), WHOLE), 2**16)
+        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+            raise ConnectionError("the shuffler's answer makes no sense")
+        size = reply.get("bytes", 0)
+        if not limits.is_int(0, 2**36)(size):
+            raise ConnectionError("the shuffler's answer makes no sense")
+        body = await asyncio.wait_for(reader.readexactly(size), 10 * WHOLE) if size else b""
+    except (limits.Malformed, asyncio.IncompleteReadError, TimeoutError, asyncio.TimeoutError) as wrong:
+        raise ConnectionError(
+            f"the shuffler's answer is cut, late or makes no sense ({type(wrong).__name__})"
+        ) from None
     finally:
         writer.close()
     if not reply["ok"]:
-        raise ConnectionError(f"the shuffler refused to {header['do']}: {reply['error']}")
+        raise ConnectionError(f"the shuffler refused to {header['do']}: {limits.plain(reply.get('error'))}")
     return reply, body
 
 
@@ -368,6 +440,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=1, help="weights per frame (1: nothing is linkable)")
     parser.add_argument("--minimum", type=int, default=2, help="never release a round with fewer senders")
     parser.add_argument("--expected", type=int, help="close a round as soon as so many senders are in")
+    parser.add_argument("--roster", help="file of the nodes' numbers and keys; only they may hand in")
+    parser.add_argument("--roster-digest", default="", help="the roster's digest, if it is pinned")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds after a round's first sender")
     options = parser.parse_args(arguments)
     try:
@@ -385,6 +459,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         _address(options.listen)
         server_key = read_key(options.server_key)
+        roster = read_roster(options.roster, pinned=options.roster_digest) if options.roster else None
+        if roster is None:
+            print(
+                "UNAUTHENTICATED: anybody who reaches this address can hand in, under any name (--roster)",
+                file=sys.stderr,
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -394,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):  # also where a shell started it in the background, deaf to SIGINT
         signal.signal(ending, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(options.listen, mixer, server_key))
+        asyncio.run(serve(options.listen, mixer, server_key, roster=roster))
     return 0
 
 

@@ -68,6 +68,12 @@ def environment(home: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, **own}
 
 
+def supernode_command(light: bool = True) -> list[str]:
+    """Flower's SuperNode, or the same with a fork instead of a Python start-up per message."""
+    plain = program("flower-supernode")
+    return [sys.executable, "-m", "fedveil.flower.lightnode", "supernode"] if light else [plain]
+
+
 def program(name: str) -> str:
     """A Flower command of this very environment."""
     found = Path(sys.executable).with_name(name)
@@ -379,8 +385,10 @@ def register(stack: Stack, keys: Sequence[Path]) -> None:
             raise UserError(f"the SuperLink did not register {path}: {(done.stdout + done.stderr).strip()}")
 
 
-def start_node(stack: Stack, number: int, more: Mapping[str, Any] = {}, *, trainer: bool = True) -> Stack:
-    """One SuperNode, with its trainer; also restarts one that was lost."""
+def start_node(
+    stack: Stack, number: int, more: Mapping[str, Any] = {}, *, trainer: bool = True, light: bool = True
+) -> Stack:
+    """One SuperNode, with its trainer; also restarts one that was lost. light: see `flower.lightnode`."""
     home = stack.folder / f"nodes/{number}"
     settings: dict[str, Any] = {
         "home": str(home),
@@ -405,7 +413,7 @@ def start_node(stack: Stack, number: int, more: Mapping[str, Any] = {}, *, train
     port = free_port()
     node = start(
         [
-            program("flower-supernode"), *secure, "--superlink", f"{HOST}:{stack.port}", "--port", str(port),
+            *supernode_command(light), *secure, "--superlink", f"{HOST}:{stack.port}", "--port", str(port),
             "--node-config", _node_config(settings),
         ],
         home / "supernode.log",
@@ -448,12 +456,31 @@ def default_policy() -> str:
     from fedveil.protect.catalogue import catalogue
 
     names = [r.name for r in catalogue().values() if r.private and not r.place.sum_only]
-    return f'recipes = {json.dumps(names)}\nchanges = ["sigma", "clip.bound", "channel", "epsilon"]\n'
+    changes = 'changes = ["sigma", "clip.bound", "channel", "epsilon", "mechanism"]'
+    return f'recipes = {json.dumps(names)}\n{changes}\nmaximum_epsilon = "unlimited"\n'
 
 
 def lost(stack: Stack) -> list[str]:
     """Names of processes that ended by themselves."""
     return [name for name, process in stack.processes.items() if not alive(process)]
+
+
+def revive(folder: Path, more: Mapping[str, Any] = {}, *, trainers: bool = True) -> Stack:
+    """Start again what ended by itself."""
+    stack = read(folder)
+    gone = lost(stack)
+    if "superlink" in gone or "superexec" in gone:
+        if "superlink" not in gone:
+            stop([stack.processes["superlink"]])
+        stack = start_superlink(stack)
+    for number in range(stack.nodes):
+        if f"node-{number}" in gone or f"trainer-{number}" in gone:
+            if (
+                f"node-{number}" not in gone
+            ):  # only its trainer: the SuperNode finds the new one by its socket
+                stop([stack.processes[f"node-{number}"]])
+            stack = start_node(stack, number, more, trainer=trainers)
+    return stack
 
 
 def down(folder: Path) -> int:

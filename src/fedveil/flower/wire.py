@@ -5,14 +5,21 @@ Losses, norms and counts of private data are not part of any message.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
+
+from fedveil.flower import limits
 
 FORMAT = 1
 FACTS, ARRAYS = "fedveil.facts", "fedveil.arrays"
+MOST_ARRAYS = 16
+KINDS = ("<f4", "<f8", "|u1")
 _SLACK = 1024  # bytes of an array's own header on the wire
 
 Facts = dict[str, Any]
@@ -38,48 +45,90 @@ def answer(message: Any, facts: Mapping[str, Any], arrays: Arrays) -> Any:
 def read(message: Any, largest: int | None = None) -> tuple[Facts, dict[str, np.ndarray]]:
     """(facts, arrays) of a message; ValueError with the reason if it is not one of ours.
 
-    largest: refuse arrays of more bytes than this before they are decoded.
+    largest: refuse arrays of more bytes than this before they are decoded. Nothing is unpickled or unzipped, and no
+    array is allocated before its header was found to fit its bytes.
     """
+    from flwr.app import ArrayRecord, ConfigRecord
+
     try:
         records = message.content
-        document = records[FACTS]["json"]
-        named = records[ARRAYS]
-    except (KeyError, ValueError, TypeError) as wrong:
-        raise ValueError("not a fedveil message") from wrong
+        names = set(records)
+        document, named = records[FACTS], records[ARRAYS]
+    except Exception as wrong:  # whatever Flower raises for contents it cannot read
+        raise limits.Malformed("not a fedveil message") from wrong
+    if (
+        names != {FACTS, ARRAYS}
+        or not isinstance(document, ConfigRecord)
+        or not isinstance(named, ArrayRecord)
+    ):
+        raise limits.Malformed("not a fedveil message: other records than facts and arrays")
+    if set(document) != {"json"} or not isinstance(document["json"], str):
+        raise limits.Malformed("its facts are not JSON text")
+    if len(named) > MOST_ARRAYS:
+        raise limits.Malformed(f"{len(named)} arrays, at most {MOST_ARRAYS} are read")
     total = sum(len(item.data) for item in named.values())
-    if largest is not None and (total > largest + _SLACK * (1 + len(named)) or len(document) > 2**20):
-        raise ValueError(f"oversized: {total} bytes of arrays, at most {largest} expected")
-    try:
-        facts = json.loads(document)
-    except (json.JSONDecodeError, TypeError) as wrong:
-        raise ValueError("its facts are not JSON") from wrong
+    if largest is not None and total > largest + _SLACK * (1 + len(named)):
+        raise limits.Malformed(f"oversized: {total} bytes of arrays, at most {largest} expected")
+    facts = limits.read_json(document["json"])
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ValueError(f"message format {facts.get('format') if isinstance(facts, dict) else None!r}, not {FORMAT}: "
-                         "install the same fedveil on server and nodes")  # fmt: skip
-    arrays = {}
-    for name, item in named.items():
-        try:
-            arrays[str(name)] = item.numpy()  # plain .npy bytes; pickles are refused by NumPy
-        except Exception as wrong:
-            raise ValueError(f"array '{name}' cannot be read: {wrong}") from wrong
-    return facts, arrays
+        told = facts.get("format") if isinstance(facts, dict) else None
+        raise limits.Malformed(f"message format {limits.plain(repr(told), 40)}, not {FORMAT}: "
+                               "install the same fedveil on server and nodes")  # fmt: skip
+    return facts, {
+        limits.plain(name, 100): read_array(item.data, limits.plain(name, 40)) for name, item in named.items()
+    }
 
 
-# The same pair as bytes, between a thin ClientApp and the trainer of its node.
+def read_array(data: bytes, name: str) -> np.ndarray:
+    """The array in .npy bytes: plain little-endian numbers of a few kinds, exactly as many as the header says."""
+    file = io.BytesIO(data)
+    try:
+        version = npy.read_magic(file)
+        header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, fortran, kind = header(file, max_header_size=_SLACK)
+    except Exception as wrong:  # NumPy raises several kinds for bytes that are no array
+        raise limits.Malformed(f"array '{name}' is not in NumPy's format") from wrong
+    if kind.str not in KINDS or fortran or len(shape) > 4:
+        raise limits.Malformed(
+            f"array '{name}' has type {limits.plain(kind.str, 20)} or a form that is not used here"
+        )
+    count = math.prod(shape)
+    if any(n < 0 for n in shape) or count * kind.itemsize != len(data) - file.tell():
+        raise limits.Malformed(f"array '{name}': its bytes are not those of its shape")
+    return np.frombuffer(data, kind, count, file.tell()).reshape(shape).copy()
+
+
+# The same pair as bytes, between a thin ClientApp and the trainer of its node: the length of the facts, the facts, and
+# each array in the format above after its own length.
 
 
 def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
     """Facts and arrays as bytes."""
-    from safetensors.numpy import save
-
-    head = json.dumps(facts, allow_nan=False).encode()
-    body = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
-    return len(head).to_bytes(8, "little") + head + body
+    head = json.dumps({"facts": facts, "arrays": list(arrays)}, allow_nan=False).encode()
+    parts = [len(head).to_bytes(8, "little"), head]
+    for value in arrays.values():
+        file = io.BytesIO()
+        npy.write_array(file, np.ascontiguousarray(value), version=(1, 0), allow_pickle=False)
+        parts += [file.tell().to_bytes(8, "little"), file.getvalue()]
+    return b"".join(parts)
 
 
 def unpack(data: bytes) -> tuple[Facts, dict[str, np.ndarray]]:
-    """Inverse of `pack`."""
-    from safetensors.numpy import load
+    """Inverse of `pack`; `Malformed` for any other bytes."""
+    at = 0
 
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), load(data[8 + size :])
+    def piece(most: int) -> bytes:
+        nonlocal at
+        size = int.from_bytes(data[at : at + 8], "little")
+        if len(data) < at + 8 or size > most or size > len(data) - at - 8:
+            raise limits.Malformed("a part is longer than the message")
+        at += 8 + size
+        return data[at - size : at]
+
+    head = limits.read_json(piece(limits.DOCUMENT + 4096), limits.DOCUMENT + 4096, limits.DEPTH + 1)
+    top = limits.fields(head, "message", {"facts": lambda v: isinstance(v, dict),
+                                          "arrays": limits.is_list(limits.is_text(100, 1), MOST_ARRAYS)})  # fmt: skip
+    arrays = {name: read_array(piece(len(data)), name) for name in top["arrays"]}
+    if at != len(data) or len(arrays) != len(top["arrays"]):
+        raise limits.Malformed("bytes are left over, or an array stands twice")
+    return top["facts"], arrays

@@ -1,0 +1,126 @@
+"""Supervision of a host's processes, and the figures it shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from typer.testing import CliRunner
+
+from fedveil.cli import build
+from fedveil.errors import UserError
+from fedveil.flower import books, supervise
+from fedveil.flower.owner import Owner
+from fedveil.flower.supervise import Part, pause_after, read_status
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def until(found: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(what)
+
+
+def test_what_ends_is_started_again_and_stopping_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "FIRST_PAUSE", 0.05)
+    status, stop = tmp_path / "status.json", threading.Event()
+    parts = [Part(name, SLEEP, tmp_path / f"{name}.log") for name in ("a", "b")]
+    thread = threading.Thread(target=supervise.supervise, args=(parts, status, stop, lambda _: None, 0.02))
+    thread.start()
+    pid = until(lambda: status.exists() and read_status(status)["parts"]["a"]["pid"], "a runs")
+    os.kill(pid, signal.SIGKILL)
+
+    def back() -> Any:
+        facts = read_status(status)["parts"]["a"]
+        return facts if facts["restarts"] == 1 and facts["pid"] else None
+
+    again = until(back, "a runs again")
+    assert again["pid"] != pid and again["last_exit"] == -9
+    assert read_status(status)["parts"]["b"]["restarts"] == 0
+    stop.set()
+    thread.join(20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(again["pid"], 0)
+
+
+def test_pauses_grow_to_a_minute_and_no_further() -> None:
+    assert [pause_after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_status_says_who_is_down(tmp_path: Path) -> None:
+    supervise.write_status(
+        tmp_path / "status.json", [supervise._Running(Part("trainer", SLEEP, tmp_path / "l"))]
+    )
+    found = CliRunner().invoke(build(), ["flower", "status", "--home", str(tmp_path)])
+    assert found.exit_code == 1 and "DOWN" in found.output
+    nothing = CliRunner().invoke(build(), ["flower", "status", "--home", str(tmp_path / "x")])
+    assert isinstance(nothing.exception, UserError)
+
+
+def test_figures_of_a_node_count_answers_and_tell_no_text(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "h", 0)
+    books.audit(owner.home, asked="round", answer="ok", run="r")
+    books.audit(owner.home, asked="round", answer="refused because of \n secrets", run="r")
+    books.audit(owner.home, asked="hello", answer="ok")
+    text = supervise.node_figures(owner)
+    assert 'fedveil_node_requests_total{asked="round",answer="ok"} 1' in text
+    assert 'fedveil_node_requests_total{asked="round",answer="refused"} 1' in text
+    assert "secrets" not in text
+
+
+def test_figures_are_served_as_prometheus_reads_them(tmp_path: Path) -> None:
+    ports: list[int] = []
+    thread = threading.Thread(
+        target=supervise.serve_figures,
+        args=("127.0.0.1:0", lambda: supervise.run_figures(tmp_path), ports.append),
+        daemon=True,
+    )
+    thread.start()
+    until(lambda: ports, "listening")
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics", timeout=10) as found:
+        text = found.read().decode()
+        assert found.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    for line in text.splitlines():
+        assert line.startswith("# TYPE ") or (
+            len(line.rsplit(" ", 1)) == 2 and float(line.rsplit(" ", 1)[1]) >= 0
+        )
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/../etc/passwd", timeout=10)
+    with socket.create_connection(("127.0.0.1", ports[0])) as line:
+        line.sendall(b"\xff" * 1000 + b"\r\n\r\n")
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/healthz", timeout=10) as found:
+        assert found.read() == b"ok\n"
+
+
+def test_units_start_the_right_command_quietly(tmp_path: Path) -> None:
+    found = CliRunner().invoke(build(), ["flower", "unit", "node", "--home", str(tmp_path)])
+    assert found.exit_code == 0 and f"-m fedveil flower node --home {tmp_path}" in found.output
+    assert "Restart=always" in found.output and "FLWR_TELEMETRY_ENABLED=0" in found.output
+    with pytest.raises(UserError, match="no node was laid out"):
+        supervise.node_parts(tmp_path)
+
+
+def test_every_process_of_ours_runs_without_telemetry(tmp_path: Path) -> None:
+    for name, text in (("node-config", 'home="h" partition-id=0'), ("superlink", "fl:8000"), ("ca.crt", "x")):
+        (tmp_path / name).write_text(text)
+    for part in supervise.node_parts(tmp_path):
+        assert part.env["FLWR_TELEMETRY_ENABLED"] == "0"
