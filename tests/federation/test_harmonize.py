@@ -1,15 +1,20 @@
 """One budget for any mechanism, NbAFL's own scales, and the noise errors that a run shows."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.harmonize import events_of, expected_participations
-from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.loop import header_of, play_round, prepare
+from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
 from fedveil.privacy.accountants import answer
+from fedveil.privacy.papers import table_epsilon
 from fedveil.protect import noise, udp
 
 SMALL = ["dataset=cancer", "clients=4", "rounds=5", "local_steps=4", "batch_size=20"]
@@ -133,3 +138,56 @@ def test_nbafl_clips_the_whole_model_and_charges_twice_the_bound():
     ((relation, z),) = {(e.relation, e.noise.multiplier) for e in events}
     assert relation == "replace-one" and z == pytest.approx(0.5, rel=1e-3)
     assert plan_of(run.task, now, 0, 100).clip == "none"  # nothing is clipped inside local training
+
+
+def test_the_anchor_is_the_model_of_the_weakest_client_among_those_present():
+    run = prepared("udp-fl-gaussian", "client_epsilons=[8, 2, 4, 6]", "heterogeneity=true")
+    state = start(run.task, run.initial)
+    after, _, _ = play_round(run, state, np.array([1, 2, 3]))  # client 0, the weakest of all, is not there
+    alone, _, _ = play_round(run, state, np.array([3]))
+    np.testing.assert_allclose(after.server["anchor"], alone.weights, atol=1e-6)
+
+
+def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
+    run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", "heterogeneity=true")
+    now = moment_of(run.task, start(run.task, run.initial))
+    plans = [plan_of(run.task, now, client, 100) for client in (0, 1)]
+    assert (plans[0].noise, plans[0].clip, plans[0].penalty) == ("none", "none", 0.0)
+    assert plans[1].noise == "gaussian" and plans[1].penalty == 1.0
+    header = header_of(run)
+    assert {budget.client for budget in header.budgets} == {1, 3}
+
+
+def test_a_client_with_a_smaller_delta_of_its_own_gets_more_noise_and_that_budget():
+    run = prepared("udp-fl-gaussian", "client_epsilons=[4]", "client_deltas=[1e-5, 1e-8]")
+    assert run.task.own[1][1] > 1.1 * run.task.own[0][1]
+    events = events_of(run.task, run.config, run.task.own[1][1], 5, run.partition.size(1))
+    assert answer(events, 1e-8, "pld").epsilon <= 4.0 < answer(events, 1e-9, "pld").epsilon
+    assert [budget.delta for budget in header_of(run).budgets] == [1e-5, 1e-8, 1e-5, 1e-8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (["client_deltas=[1e-5]"], "client_epsilons"),
+        (["client_epsilons=[4]", "client_deltas=[2.0]"], "between 0 and 1"),
+        (["client_epsilons=[0]"], "above 0"),
+        (["budget=nominal"], "target_epsilon"),
+        (["budget=nominal", "target_epsilon=1", "calibrate=true"], "promises"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(changes, word):
+    with pytest.raises(UserError, match=word):
+        load_config("udp-fl-gaussian", [*SMALL, *changes])
+
+
+def test_a_nominal_budget_stops_an_l2max_run_where_the_paper_would():
+    """The papers' count of a run without any sound promise: it stops before the round that would exceed the target."""
+    task = prepared("fed-alpha-cdp").task
+    rate = task.setting.batch * 4 / task.setting.examples
+    third, fourth = (table_epsilon("moments", 6.0, rate, 4 * rounds, 1e-5) for rounds in (3, 4))
+    changes = ["budget=nominal", f"target_epsilon={(third + fourth) / 2}", "report=false"]
+    with tempfile.TemporaryDirectory() as folder:
+        result = simulate(load_config("fed-alpha-cdp", [*SMALL, *changes]), Path(folder) / "run")
+    assert result["rounds"] == 3
+    assert not any(row["verdict"] == "sound" for row in result["ledger"])

@@ -344,3 +344,14 @@ def test_shrinking_never_touches_the_batch_nor_leaves_too_few_steps():
         small = dict(settings.shrink(job, level)[0].settings)
         assert small["batch_size"] == 600
         assert small["rounds"] * small["local_steps"] >= settings.FEWEST_STEPS
+
+
+def test_the_page_of_what_is_finished_shows_just_that_and_runs_nothing(tmp_path, counted):
+    runner.run(runner.plan(only(entry(), ("epsilon",)), "paper"), tmp_path)
+    before = len(counted)
+    chosen = runner.only_finished(runner.plan(entry(), "paper"), runner.finished(tmp_path))
+    rows = runner.rows(chosen, runner.finished(tmp_path))
+    assert [row.column for row in rows] == ["a", "b"] and len(counted) == before
+    assert "2 of 4 cells were run" in render.markdown(chosen, rows, "fedveil reproduce p9-table1", {})
+    with pytest.raises(UserError, match="no cell"):
+        runner.only_finished(runner.plan(entry(), "paper"), {})

@@ -131,6 +131,7 @@ def epsilon(
     fedveil epsilon --noise-multiplier 6 --sampling fixed --batch 5 --population 500 --steps 1000
     """
     from fedveil.privacy import accountants, checks
+    from fedveil.privacy.papers import condition_words
 
     one_of("--accountant", accountant, (*accountants.ACCOUNTANTS, "all"))
     checks.delta(delta, "--delta")
@@ -160,6 +161,8 @@ def epsilon(
         extra = (
             [f"The joint bound is {cost:g} times the clip bound (layers, neighbours)."] if cost > 1 else []
         )
+        if "moments" in names and mechanism == "gaussian" and drawn.kind == "poisson":
+            extra += [said.capitalize() + "."] if (said := condition_words(drawn.rate, max(m for m, _ in given))) else []
         columns = ("accountant", "epsilon", "delta paid", "verdict", "note")
         print_table(title, columns, cells, right=("epsilon", "delta paid"), notes=notes.lines(*extra))
         _say_saved(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,9 @@ def reproduce(
         int | None, typer.Option(min=1, help="Runs and attacks at a time (default: one per core).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished cells; do only the rest.")] = False,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Run nothing: write the page of the cells finished so far.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Do a published table or figure again: paper, ours, difference, and why.
@@ -72,12 +76,16 @@ def reproduce(
         if not entry.cells:
             raise UserError(f"--only {only}: {entry.id} has no such cells.")
     chosen = runner.plan(entry, scale, seeds, _counts(victims))  # type: ignore[arg-type]
+    if finished:
+        chosen = runner.only_finished(chosen, runner.finished(out))
+        entry = chosen.entry
     command = f"fedveil reproduce {entry.id} --scale {scale} --seeds {seeds}" + (
         f" --only {only}" if words else ""
     )
     command += f" --victims {victims}" if victims else ""
     try:
-        done = _with_progress(chosen, out, resume, workers or os.cpu_count() or 1)
+        at_once = workers or os.cpu_count() or 1
+        done = runner.finished(out) if finished else _with_progress(chosen, out, resume, at_once)
     except KeyboardInterrupt:
         print(
             f"Stopped. Finished cells are kept; continue with\n  {command} --resume --out {out}",
@@ -85,7 +93,7 @@ def reproduce(
         )
         raise typer.Exit(130) from None
     rows = runner.rows(chosen, done)
-    page = out / f"{'-'.join((entry.id, *words))}.md"
+    page = out / f"{'-'.join((entry.id, *(re.sub(r'[^A-Za-z0-9_-]', '', word) for word in words)))}.md"
     page.write_text(render.markdown(chosen, rows, command, _about()), "utf-8")
     drawn = entry.is_figure and render.picture(chosen, rows, done, out, out / f"{entry.id}.png")
     data: dict[str, Any] = {

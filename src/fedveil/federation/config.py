@@ -46,7 +46,8 @@ class RunConfig(BaseModel):
     target: str | None = Field(None, description="target column of a .csv file")
     text: str | None = Field(None, description="text column of a .csv file")
     features: str | None = Field(
-        None, description="fixed features in front of the model, e.g. scattering or backbone:efficientnet-lite0"
+        None,
+        description="fixed features in front of the model, e.g. scattering or backbone:efficientnet-lite0",
     )
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of the training rows set aside as public validation"
@@ -90,8 +91,15 @@ class RunConfig(BaseModel):
     fixed_variance: float | None = Field(
         None, gt=0, description="noise deviation held constant: sigma = this / bound"
     )
+    budget: Literal["sound", "nominal"] = Field(
+        "sound",
+        description="what target_epsilon limits; nominal: the papers' own count, which protects nobody",
+    )
     client_epsilons: list[float] | None = Field(
-        None, description="own budget of each client (repeated in turn)"
+        None, description="own budget of each client (repeated in turn); inf: no protection at all"
+    )
+    client_deltas: list[float] | None = Field(
+        None, description="own delta of each client's budget (repeated in turn); none: delta"
     )
     client_mechanisms: list[str] | None = Field(
         None, description="own mechanism of each client (repeated in turn)"
@@ -282,6 +290,18 @@ def check_config(config: RunConfig) -> None:
             "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
             "composes: use one of the two"
         )
+    if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
+        raise UserError(
+            "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
+            "client_epsilons, which give promises"
+        )
+    if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
+        raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")
+    if config.client_deltas is not None:
+        if not config.client_epsilons or not config.client_deltas:
+            raise UserError("client_deltas belong to client_epsilons: give both, or neither")
+        if any(not 0 < delta < 1 for delta in config.client_deltas):
+            raise UserError("client_deltas: each must be between 0 and 1")
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
     if recipe.aggregate.needs_public and config.validation <= 0:
@@ -299,7 +319,9 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
-        raise UserError(f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)")
+        raise UserError(
+            f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)"
+        )
 
 
 def _pair(text: str) -> tuple[str, Any]:

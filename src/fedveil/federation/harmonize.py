@@ -11,6 +11,7 @@ from fedveil.federation.config import RunConfig
 from fedveil.federation.round import Task, moment_of, start
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.events import Event
+from fedveil.protect.catalogue import get
 from fedveil.protect.clip import constant
 from fedveil.protect.promise import claims
 from fedveil.protect.recipe import Recipe, with_changes
@@ -28,21 +29,26 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
         mechanisms = config.client_mechanisms or [task.recipe.law.name if task.recipe.law else "none"]
         own: dict[int, tuple[Recipe, float]] = {}
         budgets: dict[int, float] = {}
-        cache: dict[tuple[float, str, int], tuple[Recipe, float]] = {}
+        cache: dict[tuple[float, float, str, int], tuple[Recipe, float]] = {}
         for client in range(dealt.clients):
             epsilon = config.client_epsilons[client % len(config.client_epsilons)]
             mechanism = mechanisms[client % len(mechanisms)]
-            key = (epsilon, mechanism, dealt.size(client))
-            if key not in cache:
+            delta = delta_of(config, client)
+            key = (epsilon, delta, mechanism, dealt.size(client))
+            if key not in cache and math.isinf(epsilon):
+                same = {name: getattr(task.recipe, name) for name in ("cohort", "aggregate", "proximal", "heterogeneity")}
+                cache[key] = (replace(get("non-private"), **same), 0.0)
+            elif key not in cache:
                 recipe = with_changes(task.recipe, {"mechanism": mechanism, **clip_for(mechanism)})
+                own_config = config.model_copy(update={"delta": delta})
                 cache[key] = (
                     recipe,
-                    sigma_for(replace(task, recipe=recipe), config, epsilon, rounds, key[2]),
+                    sigma_for(replace(task, recipe=recipe), own_config, epsilon, rounds, key[3]),
                 )
             own[client], budgets[client] = cache[key], epsilon
         notes = tuple(
-            f"epsilon {epsilon:g}, {mechanism}, {size} examples: sigma {found[1]:.4g}"
-            for (epsilon, mechanism, size), found in cache.items()
+            f"epsilon {epsilon:g}, delta {delta:g}, {mechanism}, {size} examples: sigma {found[1]:.4g}"
+            for (epsilon, delta, mechanism, size), found in cache.items()
         )
         return replace(task, own=own, own_epsilon=budgets), notes
     smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
@@ -52,6 +58,12 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
     return replace(task, recipe=recipe), (
         f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
     )
+
+
+def delta_of(config: RunConfig, client: int) -> float:
+    """The delta of a client's own budget."""
+    deltas = config.client_deltas or [config.delta]
+    return deltas[client % len(deltas)]
 
 
 def by_formula(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:

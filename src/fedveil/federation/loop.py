@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import store
 from fedveil.federation.config import GIVEN, RunConfig, check_config
+from fedveil.federation.harmonize import delta_of
 from fedveil.federation.round import (
     State,
     Task,
@@ -473,7 +475,15 @@ def header_of(prepared: Prepared) -> Header:
     config, dealt, task = prepared.config, prepared.partition, prepared.task
     unit = unit_of(task.recipe)
     if task.own_epsilon:
-        budgets = tuple(Budget(e, config.observer, unit, client) for client, e in task.own_epsilon.items())
+        budgets = tuple(
+            Budget(e, config.observer, unit, client, delta_of(config, client))
+            for client, e in task.own_epsilon.items()
+            if math.isfinite(e)
+        )
+    elif config.target_epsilon is not None and config.budget == "nominal":
+        budgets = (
+            Budget(config.target_epsilon, config.observer, unit, accountant="moments", verdict="nominal"),
+        )
     elif config.target_epsilon is not None:
         budgets = (Budget(config.target_epsilon, config.observer, unit),)
     else:

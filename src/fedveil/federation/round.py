@@ -205,8 +205,7 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         "proximal": recipe.proximal,
     }
     if recipe.heterogeneity and task.own_epsilon:
-        largest = max(task.own_epsilon.values())
-        common["penalty"] = (largest - task.own_epsilon.get(client, largest)) / largest
+        common["penalty"] = udp.penalties(task.own_epsilon).get(client, 0.0)
     if recipe.place.target != "gradient" or not recipe.private:
         return LocalPlan(**common)
     common.update(
@@ -214,7 +213,8 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         clip_norm=clip.norm,
         bounds=tuple(clip.piece(bound, layers) for bound in now.bounds),
         bound_rule="median" if clip.rule.batch else "given",
-        sensitivity="l2-max" if recipe.scale.batch else "bound",
+        # A fixed deviation is that of the bound whatever the batch: only the papers' count of it follows l2-max.
+        sensitivity="l2-max" if recipe.scale.batch and task.fixed_variance is None else "bound",
     )
     if not recipe.place.in_steps:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
@@ -277,6 +277,8 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
         plan.nu,
     )
     errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
+    if plan.noise == "staircase":
+        errors["extra_rounds_order"] = udp.extra_rounds(plan.multipliers[0], plan.bounds[0], plan.width)
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
         total = np.zeros(task.layout.size)
@@ -391,7 +393,7 @@ class _Collected:
 
 def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Upload]) -> _Collected:
     recipe = task.recipe
-    weakest = max(task.own_epsilon, key=lambda c: task.own_epsilon[c]) if task.own_epsilon else None
+    weakest: tuple[float, int] | None = None  # largest budget among the uploads, then the lowest number
     found = _Collected(np.zeros(task.layout.size))
     for upload in uploads:
         found.count += 1
@@ -400,8 +402,10 @@ def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Uplo
             found.belows.append(upload.below)
         if recipe.aggregate.looks_inside:
             found.kept.append(upload)
-        if recipe.heterogeneity and upload.client == weakest:
-            found.anchor = (state.weights + upload.update).astype(np.float32)
+        if recipe.heterogeneity and upload.client in task.own_epsilon:
+            rank = (task.own_epsilon[upload.client], -upload.client)
+            if weakest is None or rank > weakest:
+                weakest, found.anchor = rank, (state.weights + upload.update).astype(np.float32)
     return found
 
 

@@ -39,6 +39,7 @@ from fedveil.models.layout import Layout
 from fedveil.protect import ldp, noise
 from fedveil.protect.place import AtServer, Reports
 from fedveil.protect.setting import Moment
+from fedveil.protect.upload import drop_smallest
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.reference import example_gradient
 from fedveil.training.reference import train as reference_train
@@ -147,9 +148,11 @@ def _in_memory(
         example_gradient(task.module, task.layout, weights, task.x[r], task.y[r], plan.loss)[1] for r in rows
     ]
     gradients = torch.stack(found).numpy()
+    recipe = recipe_of(task, client)
+    if recipe.thin.prune > 0:  # small gradients that are dropped to save traffic are dropped before anybody reads them
+        gradients = np.stack([drop_smallest(row, recipe.thin.prune) for row in gradients])
     if plan.clip == "none":
         return gradients, 0.0
-    recipe = recipe_of(task, client)
     if recipe.clip.rule.rescales:
         work = work_of(task, state, now, client)
         gradients = (gradients - work.shift) / work.scale

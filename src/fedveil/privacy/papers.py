@@ -12,6 +12,13 @@ from fedveil.privacy.events import Noise
 from fedveil.privacy.mechanisms import Array, best_nu
 
 
+def condition_words(rate: float, sigma: float) -> str:
+    """What to say where the papers' own condition for their moments accountant, q < 1/(16 sigma), fails; else ""."""
+    if rate < 1 / (16 * sigma):
+        return ""
+    return "the papers' own condition q < 1/(16 sigma) fails (the accountant does not need it)"
+
+
 def step_epsilon(sigma: float, rate: float, delta: float, digits: int | None = None) -> float:
     """Amplified epsilon of one step; the tables round the unamplified one to `digits` = 3."""
     plain = float(formulas.classic_epsilon(sigma, delta))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from scipy.special import logsumexp
@@ -34,6 +35,13 @@ def renyi(orders: Array, lam: float, nu: float | None, width: float, dimension: 
     Formal guarantee: for i.i.d. Staircase noise of parameter lam and steps of `width` on each of `dimension`
     coordinates, no two vectors at L2 distance at most 1 have a larger divergence of these orders.
     """
+    wide = np.ascontiguousarray(orders, np.float64)
+    return _renyi(wide.tobytes(), lam, nu, width, dimension).copy()
+
+
+@lru_cache(maxsize=512)  # a run asks for the same orders in every round
+def _renyi(raw: bytes, lam: float, nu: float | None, width: float, dimension: int) -> Array:
+    orders = np.frombuffer(raw)
     law = Staircase(lam, nu)
     reach = 1 / width  # the largest shift of one coordinate, in steps
     near = min(reach, FAR)

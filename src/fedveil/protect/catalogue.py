@@ -124,7 +124,7 @@ def _adaptive(fed_cdp: Recipe) -> list[Recipe]:
             fed_cdp, "median-clip", "bound is the batch's own median norm", "P1", clip=_layer(4.0, rule=Median())
         ),
         Recipe(
-            "random-noise", law=Gaussian(), place=AtClient(unbounded=True), sigma=constant(0.01),
+            "random-noise", law=Gaussian(), place=AtClient(unbounded=True), sigma=constant(0.1),  # variance 0.01
             about=About("fixed-variance noise on each update, no clip", "P3", "baseline"),
         ),
         _named(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fedveil.privacy.events import Claim, Event, Noise, Sampling
+from fedveil.privacy.papers import condition_words
 from fedveil.protect.law import Gaussian
 from fedveil.protect.place import Reports, Scope
 from fedveil.protect.setting import Moment, Setting
@@ -48,6 +49,8 @@ class LocalSteps:
             reasons.append("the noise scale depends on the data")
         if not recipe.batches.random_size:
             reasons.append("batches are not Poisson samples")
+        if said := condition_words(rate, max(now.sigmas)):
+            reasons.append(said)
         reason = "as the papers count it; " + "; ".join(reasons) if reasons else "as the papers count it"
         out = []
         for sigma, count in _times(now.sigmas).items():
@@ -76,6 +79,8 @@ class Rounds:
         reason = "as the papers count it: whoever sees single updates gets no amplification by client sampling"
         if recipe.clip.kind == "layer":
             reason += f"; sigma is not divided by the square root of the {setting.layers} layers"
+        if said := condition_words(rate, now.sigmas[0]):
+            reason += f"; {said}"
         return [Claim("server", "client", "nominal", reason, event, "everyone", "moments")]
 
 

@@ -104,6 +104,13 @@ def expected_l1(
     return L1Error(coordinates * once, coordinates * additions * once, coordinates * total)
 
 
+def extra_rounds(multiplier: float, bound: float, width: float = 1.0) -> float:
+    """UDP-FL's Theorem 4: the order of the additional rounds under Staircase noise, D^2 e^lam / (e^lam - 1)^2 with D the
+    step and lam its parameter: the square of E|X| at the best shape. Nominal: an order without its constant."""
+    lam, step = width / multiplier, bound * width
+    return (step * math.exp(lam / 2) / math.expm1(lam)) ** 2
+
+
 def staircase_mean(lam: float, width: float, nu: float | None = None) -> float:
     """E|X| of scalar Staircase noise with steps of `width`; nu None is the optimal shape."""
     nu, b = _shape(lam, nu), math.exp(-lam)

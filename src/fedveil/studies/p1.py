@@ -157,7 +157,7 @@ def _figures() -> list[Entry]:
     for share in (0.0, 0.1, 0.3, 0.5):
         for recipe in ("non-private", "fed-sdp-client", "fed-cdp", "fed-cdp-decay"):
             column = f"pruned {share:.0%}"
-            job = attack(recipe, "mnist", "type0", victims=8, change={"prune": share})
+            job = attack(recipe, "mnist", "type2", victims=8, change={"prune": share} if share else {})
             fifth.append(Cell(f"{recipe}, SSIM of the attack", column, None, job, "ssim", ("no-numbers",)))
             train = federated(recipe, "mnist", prune=share)
             fifth.append(

@@ -266,9 +266,10 @@ def _figures() -> list[Entry]:
         for d in shown
     ]
     third = [
-        Cell(f"C={c}, sigma={s}", "LFW", None,
-             attack("fed-cdp-example", "lfw", victims=8, change={"clip.bound": float(c), "sigma": float(s)}), "ssim",
+        Cell(f"C={c}, sigma={s}", SHOWN[d], None,
+             attack("fed-cdp-example", d, victims=8, change={"clip.bound": float(c), "sigma": float(s)}), "ssim",
              ("no-numbers", "type2-example"))
+        for d in shown
         for c, s in ((1, 1), (1, 6), (4, 1), (4, 6))
     ]  # fmt: skip
     fourth = [
@@ -290,7 +291,7 @@ def _figures() -> list[Entry]:
                                ("dp-baseline", {"noise_on": "example", "sampling": "fixed"}), ("quantile-clip", {}),
                                ("adaclip", {}), ("dp-dyn-s-sigma", {}),
                                ("dp-dyn-s-sigma", {"noise_on": "example", "sampling": "fixed"}))
-        for d in ("mnist", "lfw")
+        for d in shown
     ]  # fmt: skip
     return [
         Entry("p2-fig1", "Attack schema", note="a drawing of the attack"),

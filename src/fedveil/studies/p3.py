@@ -254,19 +254,27 @@ def _table10() -> list[Cell]:
 
 def _figures() -> list[Entry]:
     second = p1.visualised(("mnist", "type2"), ("cifar10", "type2"), ("lfw", "type2"), ("lfw", "type0"))
-    ways = [(f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (0.3, 0.4, 0.5, 0.8)]
-    ways += [(f"random-noise {s:g}", "random-noise", {"sigma": s}) for s in (1e-4, 1e-3, 1e-2, 1e-1)]
-    ways += [("fed-sdp-client", "fed-sdp-client", {}), ("fed-cdp", "fed-cdp", {})]
+    ways: list[tuple[str, str, dict[str, Any]]] = [
+        (f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (0.3, 0.4, 0.5, 0.8)
+    ]
+    ways += [(f"random-noise, variance {v:g}", "random-noise", {"sigma": v**0.5}) for v in (1e-4, 1e-2)]
+    ways += [("dssgd", "dssgd", {}), ("fed-sdp-client", "fed-sdp-client", {}), ("fed-cdp", "fed-cdp", {}),
+             ("fed-cdp, noise on example", "fed-cdp", EXAMPLE)]  # fmt: skip
     third = [
+        Cell(f"{said}, {tap}", SHOWN[d], None, attack(recipe, d, tap, victims=8, change=change), "ssim", ("no-numbers",))
+        for d in ("mnist", "lfw")
+        for said, recipe, change in ways
+        for tap in ("type0", "type1", "type2")
+    ]  # fmt: skip
+    third += [
         Cell(
-            said,
-            SHOWN[d],
+            f"{said}, accuracy",
+            "MNIST",
             None,
-            attack(recipe, d, "type0", victims=8, change=change),
-            "ssim",
+            federated(recipe, "mnist", **change),
+            "accuracy",
             ("no-numbers",),
         )
-        for d in ("mnist", "lfw")
         for said, recipe, change in ways
     ]
     fourth = [

@@ -25,9 +25,10 @@ def ldp(dataset: str, recipe: str = "ldp-fl", **more: Any) -> Train:
     """A run with the paper's settings; without noise it is plain averaging."""
     merged = {**settings.LDP[dataset], **more}
     if recipe == "non-private":
-        merged = {k: v for k, v in merged.items() if k not in ("epsilon", "radius", "ranges")}
-    if merged.get("ranges") == "adaptive":
-        merged.pop("radius", None)
+        merged = {k: v for k, v in merged.items() if k not in ("epsilon", "radius", "ranges", "prior")}
+    if "radius" in more:
+        merged["prior"] = "radius"
+    elif merged.get("ranges") == "adaptive":
         merged["prior"] = "model"  # the paper's (C0, R0) per layer, known when weights are initialised
     return Train(recipe, dataset, changes(merged))
 

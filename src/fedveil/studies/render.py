@@ -56,6 +56,7 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
     if entry.statement:
         lines += [f"The paper says: {entry.statement}", ""]
     lines += [summary(rows), ""]
+    lines += [f"{entry.note}; the others are not shown.", ""] if entry.note else []
     if entry.is_figure:
         lines += [f"![{entry.title}]({entry.id}.png)", ""]
     lines += [

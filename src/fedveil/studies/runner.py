@@ -137,6 +137,24 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in read_lines(path)} if path.exists() else {}
 
 
+def only_finished(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> Plan:
+    """The plan with those cells that have a result with every seed; what is left out is said on the page."""
+    planned = {p.printed: p for p in chosen.jobs}
+
+    def ready(job: Job) -> bool:
+        one = planned[job]
+        seeds = range(chosen.seeds if seeded(one.job) else 1)
+        return not one.skipped and all("result" in done.get(key_of(one.job, seed), {}) for seed in seeds)
+
+    kept = tuple(cell for cell in chosen.entry.cells if ready(cell.job))
+    if not kept:
+        raise UserError(f"--finished: no cell of {chosen.entry.id} is finished in this folder at this scale.")
+    all_of_it = len(chosen.entry.cells)
+    entry = replace(chosen.entry, cells=kept, note=f"{len(kept)} of {all_of_it} cells were run")
+    jobs_kept = {cell.job for cell in kept}
+    return replace(chosen, entry=entry, jobs=tuple(p for p in chosen.jobs if p.printed in jobs_kept))
+
+
 def run(
     chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None, workers: int = 1
 ) -> dict[str, dict[str, Any]]:

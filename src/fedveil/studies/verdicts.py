@@ -126,10 +126,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("type 0 rebuilds LFW", "type0", ">", REBUILT),
     ),
     "p3-fig3": (
-        Check("40% pruned still leaks (MNIST)", "=gradient-pruning 40% & mnist", ">", REBUILT),
-        Check("80% pruned hides (MNIST)", "=gradient-pruning 80% & mnist", "<", REBUILT),
-        Check("small noise does not help (MNIST)", "=random-noise 0.0001 & mnist", ">", REBUILT),
-        Check("Fed-CDP hides", "=fed-cdp", "<", HIDDEN),
+        Check("40% pruned still leaks (MNIST, type 0)", "=gradient-pruning 40%, type0 & mnist", ">", REBUILT),
+        Check("80% pruned hides (MNIST, type 0)", "=gradient-pruning 80%, type0 & mnist", "<", REBUILT),
+        Check("noise of variance 0.0001 does not help (MNIST, type 0)", "variance 0.0001, type0 & mnist", ">", REBUILT),
+        Check("Fed-CDP hides type 0", "=fed-cdp, type0", "<", HIDDEN),
     ),
     "p3-fig4": (
         Check("Fed-SDP hides type 0", "fed-sdp & type0", "<", HIDDEN),

@@ -54,7 +54,7 @@ from fedveil.privacy.ledger.entries import (
     unpack_clients,
 )
 from fedveil.privacy.ledger.journal import Anchor, Damaged, Locked, Log, Record, read
-from fedveil.privacy.ledger.worst import Judge, most, of_clients, of_units, relations, worst
+from fedveil.privacy.ledger.worst import Judge, most, of_clients, of_units, relations, worst, worst_of_each
 from fedveil.privacy.shuffle import shuffled_noise
 
 __all__ = [
@@ -453,7 +453,7 @@ class Ledger:
         if (
             answer.epsilon is None and not fixed and name != "rdp"
         ):  # e.g. pld refuses Laplace under an L2 clip
-            answer = worst(self._judge, units, delta, "rdp", limit)
+            answer = worst_of_each(self._judge, units, delta, name, limit)
         return answer, relation
 
     def _sound_rows(self, pair: Pair, delta: float, name: str) -> list[Row]:

@@ -262,6 +262,24 @@ def worst(
     return best
 
 
+def worst_of_each(
+    judge: Judge, histories: Histories, delta: float, accountant: str, limit: float | None = None
+) -> Answer:
+    """`worst` where the accountant refuses some events: histories that met one of them are judged by Rényi divergences,
+    the others stay with the accountant. One client's noise does not make the others' bounds looser."""
+    histories = histories.busy()
+    refused = np.array(
+        [judge.answer({e: 1}, delta, accountant).epsilon is None for e in histories.events], np.int64
+    )
+    met = (histories.counts @ refused + histories.shared @ refused) > 0
+    if met.all() or not met.any():
+        return worst(judge, histories, delta, "rdp", limit)
+    kept = worst(judge, histories.only(np.flatnonzero(~met)), delta, accountant, limit)
+    if kept.epsilon is None:
+        return worst(judge, histories, delta, "rdp", limit)
+    return _larger(kept, worst(judge, histories.only(np.flatnonzero(met)), delta, "rdp", limit))
+
+
 def _larger(one: Answer, other: Answer) -> Answer:
     """The larger epsilon; nominal if either is, since then the larger one bounds nothing."""
     if one.epsilon is None or (other.epsilon is not None and other.epsilon <= one.epsilon):
@@ -278,7 +296,7 @@ def _family(event: Event) -> tuple:
     noise, sampling = event.noise, event.sampling
     if noise.mechanism not in _MONOTONE:
         return (event,)
-    shape = (noise.mechanism, noise.norm, noise.dimension, noise.nu, event.relation, event.unit)
+    shape = (noise.mechanism, noise.norm, noise.dimension, noise.nu, noise.width, event.relation, event.unit)
     return (*shape, sampling.kind, sampling.batch, sampling.population)
 
 

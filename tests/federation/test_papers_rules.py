@@ -1,0 +1,58 @@
+"""Rules of the papers that a run keeps: a fixed noise deviation, what type 2 reads, conditions that are said."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedveil.federation.config import load_config
+from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.round import moment_of, plan_of, start
+from fedveil.federation.view import view
+from fedveil.privacy.papers import condition_words
+from fedveil.protect import udp
+from fedveil.protect.promise import claims
+
+SMALL = ["dataset=cancer", "clients=2", "rounds=4", "local_steps=3", "batch_size=20"]
+
+
+@pytest.mark.parametrize("recipe", ["dp-baseline", "dp-dyns-c-decay", "dp-dyns-l2max", "dp-dyns"])
+def test_a_fixed_deviation_is_held_whatever_the_sensitivity(recipe):
+    run = prepare(load_config(recipe, ["dataset=digits", "rounds=4", "local_steps=2", "fixed_variance=24"]))
+    state = start(run.task, run.initial)
+    for _ in range(4):
+        state, _, private = play_round(run, state, np.array([0]))
+        assert private["noise_deviation"] == pytest.approx(24.0, rel=1e-6)
+
+
+def test_a_pruned_gradient_is_what_type_2_reads():
+    plain, pruned = (prepare(load_config("non-private", [*SMALL, *more])) for more in ([], ["prune=0.5"]))
+    state = start(plain.task, plain.initial)
+    raw, seen = (view(run.task, state, "type2", 0).values for run in (plain, pruned))
+    for before, after in zip(raw, seen, strict=True):
+        order = np.argsort(np.abs(before))
+        half = before.size // 2
+        assert np.all(after[order[:half]] == 0) and np.array_equal(after[order[half:]], before[order[half:]])
+
+
+def test_the_papers_condition_on_the_sampling_rate_is_said_where_it_fails():
+    assert condition_words(0.01, 6.0) == ""  # 1/96 = 0.0104
+    assert "1/(16 sigma) fails" in condition_words(0.1, 6.0)
+    task = prepare(load_config("fed-sdp", SMALL)).task
+    now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
+    nominal = [c.reason for c in claims(task.recipe, task.setting, now, 100) if c.verdict == "nominal"]
+    assert nominal and all("1/(16 sigma) fails" in reason for reason in nominal)
+
+
+def test_theorem_4_is_the_square_of_the_mean_size_of_the_noise():
+    for lam in (0.3, 1.0, 2.5):
+        assert udp.extra_rounds(1 / lam, 2.0) == pytest.approx(udp.staircase_mean(lam, 2.0) ** 2)
+    narrow = udp.extra_rounds(3.0, 1.0, 0.01)
+    assert math.sqrt(narrow) == pytest.approx(3.0, rel=0.01)  # narrow steps are Laplace noise of scale 3
+
+
+def test_random_noise_has_the_papers_variance():
+    task = prepare(load_config("random-noise", SMALL)).task
+    now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
+    assert now.sigmas[0] ** 2 == pytest.approx(0.01)
+    assert plan_of(task, now, 0, 100).noise == "none"
