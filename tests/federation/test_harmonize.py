@@ -145,7 +145,7 @@ def test_the_anchor_is_the_model_of_the_weakest_client_among_those_present():
     state = start(run.task, run.initial)
     after, _, _ = play_round(run, state, np.array([1, 2, 3]))  # client 0, the weakest of all, is not there
     alone, _, _ = play_round(run, state, np.array([3]))
-    np.testing.assert_allclose(after.server["anchor"], alone.weights, atol=1e-6)
+    np.testing.assert_allclose(after.anchor.weights, alone.weights, atol=1e-6)
 
 
 def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
