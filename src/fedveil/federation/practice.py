@@ -7,16 +7,19 @@ move; two runs with different keys on the same data differ by noise alone. What 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import Prepared, play_round, prepare
-from fedveil.federation.round import moment_of, noised_of, start
+from fedveil.federation.round import Task, moment_of, noised_of, plan_of, start
+from fedveil.protect.place import InSum
 from fedveil.protect.promise import claims
 from fedveil.protect.recipe import Recipe
+from fedveil.protect.sampling import Everybody, FullBatches
+from fedveil.protect.setting import Moment
 
 CLIENTS = 3
 
@@ -46,6 +49,8 @@ def check_practice(recipe: Recipe, *, rounds: int = 24, seed: int = 0, engine: s
     heavier tails counted by their fourth moment).
     """
     values = _values(recipe, seed, engine)
+    # All records and all clients in every round, so that keys decide about noise alone.
+    recipe = replace(recipe, batches=FullBatches(), cohort=Everybody())
     run = prepare(make_config({"recipe": f"given:{recipe.name}", **values}, recipe=recipe))
     state = start(run.task, run.initial)
     now = moment_of(run.task, state)
@@ -56,7 +61,7 @@ def check_practice(recipe: Recipe, *, rounds: int = 24, seed: int = 0, engine: s
         return Check("states nothing", 0.0, 0.0, 0)
     pieces = []
     for k in range(rounds // 2):
-        one, two = (_sum_of(run, recipe, seed + 1 + 2 * k + j) for j in (0, 1))
+        one, two = (_sum_of(run, seed + 1 + 2 * k + j) for j in (0, 1))
         pieces.append((one - two) / np.sqrt(2))
     drawn = np.concatenate(pieces)
     claimed, measured = noised[0].deviation, float(np.sqrt(np.mean(drawn**2)))
@@ -79,29 +84,21 @@ def _values(recipe: Recipe, seed: int, engine: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _sum_of(run: Prepared, recipe: Recipe, root: int) -> np.ndarray:
-    """The noised sum of one round with other noise on the same batches: what moved, times what it was divided by."""
-    task = run.task
-    fresh = prepare(run.config, run.dataset, task.module, dealt=run.partition, root=root)
-    full = _same_batches(fresh)
-    clients = np.arange(1) if recipe.place.open_uploads else np.arange(CLIENTS)
-    moved = play_round(full, start(full.task, run.initial), clients)[0].weights.astype(np.float64) - run.initial
-    return moved * _divisor(full, recipe)
+def _sum_of(run: Prepared, root: int) -> np.ndarray:
+    """The noised sum of one round with other noise on the same data: what moved, times what it was divided by."""
+    fresh = prepare(run.config, run.dataset, run.task.module, dealt=run.partition, root=root)
+    task = fresh.task
+    clients = np.arange(1) if task.recipe.place.open_uploads else np.arange(CLIENTS)
+    state = start(task, run.initial)
+    moved = play_round(fresh, state, clients)[0].weights.astype(np.float64) - run.initial
+    return moved * _divisor(task, moment_of(task, state), run.partition.size(0))
 
 
-def _same_batches(run: Prepared) -> Prepared:
-    """The run with every client's batches fixed, so that only noise differs between keys."""
-    from dataclasses import replace
-
-    rows = {client: np.asarray(run.partition.rows(client))[:8] for client in range(run.partition.clients)}
-    return replace(run, task=replace(run.task, rows=lambda client: rows[client]))
-
-
-def _divisor(run: Prepared, recipe: Recipe) -> float:
-    place, setting = recipe.place, run.task.setting
+def _divisor(task: Task, now: Moment, size: int) -> float:
+    """What stands between the noised sum and the change of the model."""
+    place = task.recipe.place
     if place.in_steps:
-        return recipe.batches.constant(min(setting.batch, 8), 8)
+        return plan_of(task, now, 0, size).expected_batch
     if place.open_uploads:
         return 1.0
-    everyone = getattr(place, "everyone", None)
-    return everyone(recipe, setting) if everyone is not None else setting.cohort
+    return place.everyone(task.recipe, task.setting) if isinstance(place, InSum) else task.setting.cohort

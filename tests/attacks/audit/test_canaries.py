@@ -232,7 +232,7 @@ def test_convolutions_are_audited_on_the_engine_that_trains_them():
 def test_other_models_get_their_slots_beside_them(monkeypatch):
     monkeypatch.setattr(canaries, "_past_images", lambda *_: None)
     found, facts = audit(configure(model="cpl-lenet", clients=10), canaries=120)
-    assert found.verdict != "promise broken" and facts["engine"] == "functional"
+    assert found.verdict != "promise broken" and facts["engine"] == "graph"
     broken, _ = audit(
         configure(model="cpl-lenet", clients=10),
         practice=configure({"sigma": 0.2}, model="cpl-lenet", clients=10),

@@ -32,6 +32,7 @@ from fedveil.privacy.ledger import (
     commit,
     group,
 )
+from fedveil.privacy.ledger.journal import read as journal_read
 
 DELTA = 1e-5
 
@@ -847,3 +848,23 @@ def _places(value, path=()):
             yield here
         if isinstance(inner, dict | list):
             yield from _places(inner, here)
+
+
+def test_a_ledger_of_version_one_says_what_holds_now(tmp_path: Path) -> None:
+    """Its noise was float32: what it called sound is nominal, with the reason, and nothing sound is left beside it."""
+    from fedveil.privacy.ledger.journal import Log
+
+    header = Header(1e-5, 4)
+    with make(tmp_path) as ledger:
+        ledger.spend(release(1, (0, 1), sound(gaussian())))
+    bodies = [record.body for record in journal_read(tmp_path / "ledger.jsonl").records]
+    before = dict(bodies[0]["header"])
+    assert before.pop("version") == header.version == 2
+    with Log.create(tmp_path / "old.jsonl", {**bodies[0], "header": before}) as log:
+        for body in bodies[1:]:
+            log.append(body)
+    old = Ledger.read(tmp_path / "old.jsonl")
+    rows = [row for row in old.table() if (row.observer, row.unit) == ("server", "example")]
+    assert rows and all(row.verdict != "sound" for row in rows)
+    assert any("float32" in row.reason and row.epsilon for row in rows)
+    assert old.epsilon("server", "example") is None

@@ -58,6 +58,8 @@ class Header:
     stopping "data": the run may stop early because of what it saw (a target accuracy). Then the sound rows
     are those of `committed`, one release that sums the whole run up to `planned_rounds` (see `commit`).
     simulated: the noise is seeded, so whoever knows the seed can subtract it.
+    version: of the ledger's meaning. 1 was written by fedveil 0.1, whose noise was float32: what it calls sound is judged
+    anew on reading (`rejudged`).
     """
 
     delta: float
@@ -72,6 +74,7 @@ class Header:
     committed: Release | None = None
     config: str = ""
     allow_large_delta: bool = False
+    version: int = 2
 
 
 @dataclass(frozen=True)
@@ -380,6 +383,20 @@ def check_body(body: dict[str, Any], budgets: int) -> None:
     )
 
 
+FLOAT = (
+    "made by an earlier version with float32 noise, whose low bits can betray a record in one release: no guarantee on a real "
+    "machine (docs/noise.md)"
+)
+ADDITIVE = ("gaussian", "laplace", "staircase", "joint-staircase")
+
+
+def rejudged(claim: Claim, version: int) -> Claim:
+    """A claim as it is judged today: additive noise of version 1 was drawn in float32, so its sound claims are nominal."""
+    if version >= 2 or claim.verdict != "sound" or claim.event is None or claim.event.noise.mechanism not in ADDITIVE:
+        return claim
+    return replace(claim, verdict="nominal", reason=f"{claim.reason}; {FLOAT}" if claim.reason else FLOAT)
+
+
 def header_to_json(header: Header) -> dict[str, Any]:
     """Plain dictionary; `header_from_json` is the inverse."""
     data = asdict(replace(header, committed=None, holders=()))
@@ -395,12 +412,12 @@ def header_to_json(header: Header) -> dict[str, Any]:
 
 def header_from_json(data: Any) -> Header:
     """The inverse of `header_to_json`; raises `ValueError` or `UserError` for anything else."""
-    plain = dict(_fields(Header, data))
+    plain = {"version": 1, **_fields(Header, data)}
     most = min(plain["clients"], MOST_CLIENTS) if _fits(plain["clients"], int) else 0
     committed = plain.get("committed")
     if committed is not None:
         groups = tuple(
-            (unpack_clients(clients, most), tuple(claim_from_lean(x) for x in claims))
+            (unpack_clients(clients, most), tuple(rejudged(claim_from_lean(x), plain["version"]) for x in claims))
             for clients, claims in committed
         )
         committed = Release(plain["planned_rounds"] or 0, groups, "committed in advance")

@@ -51,6 +51,7 @@ from fedveil.privacy.ledger.entries import (
     header_to_json,
     lean,
     pack_clients,
+    rejudged,
     unpack_clients,
 )
 from fedveil.privacy.ledger.journal import Anchor, Damaged, Locked, Log, Record, read
@@ -318,7 +319,7 @@ class Ledger:
 
     def _decode(self, body: dict[str, Any]) -> Release:
         for claims in body["parts"]:
-            self._book.define(tuple(claim_from_lean(claim) for claim in claims))
+            self._book.define(tuple(rejudged(claim_from_lean(claim), self.header.version) for claim in claims))
         most = self.header.clients
         groups = tuple(
             (unpack_clients(clients, most), self._book.sets[number]) for number, clients in body["groups"]
