@@ -155,3 +155,59 @@ def test_journals_are_readable_by_their_owner_alone(tmp_path):
     path = federation.seat(1).folder / "journal"
     assert os.stat(path).st_mode & 0o077 == 0
     assert os.stat(path.parent).st_mode & 0o077 == 0
+
+
+def _over_flower(federation: Federation, frozen: dict[int, int], lost: dict[int, int]):
+    """Real Flower messages: a ClientApp per node id, replies of frozen nodes lost from a stage on, lost ones offline."""
+    pytest.importorskip("flwr")
+    from flwr.clientapp import ClientApp
+
+    from fedveil.flower.grid import LocalGrid
+    from fedveil.flower.secure_sum import over_grid, replied
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        number = context.node_config["number"]
+        return replied(message, lambda facts, data: federation.reply(number, data))
+
+    asked: dict[int, int] = {}
+
+    def tamper(node, message, reply):
+        asked[node] = asked.get(node, 0) + 1
+        if asked[node] >= lost.get(node - 100, 99):
+            grid.offline.add(node)
+            return []
+        return [] if asked[node] > frozen.get(node - 100, 99) else [reply]
+
+    numbers = range(1, len(federation.secrets) + 1)
+    grid = LocalGrid(app, {100 + i: {"number": i} for i in numbers}, tamper)
+    refusals: list[str] = []
+    ask = over_grid(
+        grid,
+        {i: 100 + i for i in numbers},
+        {"round": 3},
+        largest=4 * SIZE + 10_000,
+        poll=0.01,
+        refusals=refusals,
+    )
+    return collect(federation.session, ask, 0.2), refusals
+
+
+def test_over_flower_with_one_node_frozen_and_one_gone_the_sum_is_that_of_the_survivors(tmp_path):
+    federation = Federation(tmp_path, 8, 6, 1)
+    federation.broken = {4}
+    found, refusals = _over_flower(federation, frozen={3: 2}, lost={7: 5})
+    assert isinstance(found.result, Sum) and found.result.survivors == (1, 2, 4, 5, 6, 7, 8)
+    left = _noise_only(found.result, federation, (1, 2, 5, 6, 7, 8))
+    assert 0 < np.abs(left).max() < 7 * 4 * np.sqrt(7 / 5)
+    assert refusals == []
+
+
+def test_over_flower_a_refusal_travels_with_its_reason(tmp_path):
+    federation = Federation(tmp_path, 5, 4, 1)
+    federation.over = {2}
+    found, refusals = _over_flower(federation, {}, {})
+    assert isinstance(found.result, Sum) and 2 not in found.result.survivors
+    assert refusals == ["node 2: budget: nothing left"]

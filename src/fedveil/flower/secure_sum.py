@@ -4,7 +4,8 @@ A node answers each message from its journal (`answer`): no process has to live 
 costs at most that message. Secrets of an attempt lie in `home/secure-sum/RUN/ROUND-ATTEMPT/journal` (0600) until the node
 begins a newer attempt of that run; an attempt that is not newer than the newest one begun is never begun again.
 
-The server (`collect`) plays `secure_sum.coordinator` over anything that can ask nodes and yield replies.
+The server (`collect`) plays `secure_sum.coordinator` over anything that can ask nodes and yield replies; `over_grid` asks
+over a Flower grid, `replied` is the other end in a ClientApp.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import fcntl
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedveil import keys
 from fedveil.errors import UserError
+from fedveil.flower import wire
 from fedveil.secure_sum import coordinator, journal, noise, party
 from fedveil.secure_sum.coordinator import Failure, Sum
 from fedveil.secure_sum.parameters import Policy
@@ -177,3 +181,61 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
             server, following = step.coordinator, dict(step.outgoing)
         outgoing = following
     return Collected(server.result, size, tuple(reasons))
+
+
+def over_grid(
+    grid: Any,
+    nodes: Mapping[int, int],
+    facts: Mapping[str, Any],
+    *,
+    largest: int,
+    poll: float = 0.5,
+    refusals: list[str] | None = None,
+) -> Ask:
+    """Ask nodes over a Flower grid. nodes: number on the roster -> node id. facts: told with every message.
+
+    largest: bytes that a reply may have at most. Whoever is offline, errs or refuses has not answered; `refusals` gets
+    the reasons that nodes gave.
+    """
+    from fedveil.flower.server import _replies
+
+    told = [] if refusals is None else refusals
+
+    def ask(wanted: Mapping[int, bytes], seconds: float) -> Iterator[tuple[int, bytes]]:
+        online = set(grid.get_node_ids())
+        sent = {
+            node: (nodes[node], "train", {**facts, "secure sum": len(data)}, {"message": _as_array(data)})
+            for node, data in wanted.items()
+            if nodes[node] in online
+        }
+        for node, reply, first in _replies(grid, sent, seconds, poll, Counter()):
+            if not first or reply.has_error():
+                continue
+            try:
+                said, arrays = wire.read(reply, largest)
+            except ValueError as wrong:
+                told.append(f"node {node}: {wrong}")
+                continue
+            if said.get("status") == "ok" and set(arrays) == {"message"}:
+                yield node, arrays["message"].tobytes()
+            else:
+                told.append(f"node {node}: {str(said.get('reason', 'no reason given'))[:500]}")
+
+    return ask
+
+
+def _as_array(data: bytes) -> np.ndarray:
+    return np.frombuffer(
+        data or b"\0", np.uint8
+    )  # an array has one byte at least; the facts say how many count
+
+
+def replied(message: Any, answered: Callable[[dict[str, Any], bytes], bytes]) -> Any:
+    """A ClientApp's reply to a message of `over_grid`: answered(facts, data) gives the bytes, or raises UserError."""
+    facts, arrays = wire.read(message)
+    try:
+        data = arrays["message"].tobytes()[: int(facts["secure sum"])]
+        found = answered(facts, data)
+    except UserError as why:
+        return wire.answer(message, {"status": "refused", "reason": str(why)}, {})
+    return wire.answer(message, {"status": "ok"}, {"message": np.frombuffer(found, np.uint8)})
