@@ -108,6 +108,14 @@ class RunConfig(BaseModel):
     allow_large_delta: bool = False
     tuning: str = Field("none stated", description="how hyper-parameters were chosen, and what that cost")
 
+    secure_sum: bool = Field(
+        False, description="where = sum: nodes mask their sums and add the noise in shares; nobody sees a part"
+    )
+    sum_threshold: int | None = Field(
+        None, ge=1, description="nodes that must survive a secure sum (default: 80% of the clients)"
+    )
+    sum_colluders: int = Field(1, ge=0, description="nodes that may collude with the server of a secure sum")
+
     seed: int = 0
     engine: Literal["auto", "native", "torch", "stacked", "functional", "reference"] = "auto"
     workers: int = Field(1, ge=1)
@@ -273,6 +281,12 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    if config.secure_sum:
+        from fedveil.federation.sums import refusal
+
+        why = refusal(recipe, config.clients, config.cohort_size)
+        if why:
+            raise UserError(why)
     if config.target_accuracy is not None and config.validation <= 0:
         raise UserError(
             "target_accuracy needs a public validation set: set validation = 0.1 (rows set aside and treated as public)"

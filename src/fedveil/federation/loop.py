@@ -23,7 +23,7 @@ from fedveil.data.datasets import Dataset, load
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
-from fedveil.federation import store
+from fedveil.federation import store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.harmonize import delta_of
 from fedveil.federation.round import (
@@ -162,6 +162,7 @@ def prepare(
         message_loss=config.message_loss,
         curve=config.curve,
         public=_public(dataset),
+        secure=terms_of(config, dealt.clients),
     )
     if config.client_epsilons or config.calibrate:
         from fedveil.federation.harmonize import harmonize
@@ -179,6 +180,13 @@ def prepare(
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
 
 
+def terms_of(config: RunConfig, clients: int) -> sums.Terms | None:
+    """How the sum is opened under masks, if it is."""
+    if not config.secure_sum:
+        return None
+    return sums.Terms.of(clients, config.sum_threshold, config.sum_colluders)
+
+
 def _public(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
     if dataset.x_validation is None or dataset.y_validation is None:
         return None
@@ -191,7 +199,8 @@ def release_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> Release:
         # Who was drawn is a secret that the promise counts on: the entry speaks of everybody, whoever took part.
         clients = np.arange(prepared.partition.clients)
     sizes = {int(c): prepared.partition.size(int(c)) for c in clients}
-    return release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
+    found = release(prepared.task.recipe, prepared.task.setting, now, sizes, prepared.task.own)
+    return found if prepared.task.secure is None else sums.promised(prepared.task, now, found, sizes)
 
 
 def stacks_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> dict[LocalPlan, list[int]]:

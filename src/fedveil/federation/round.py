@@ -19,6 +19,7 @@ import numpy as np
 from torch import nn
 
 from fedveil.errors import UserError
+from fedveil.federation import sums
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
 from fedveil.protect import channel, ldp, noise, udp
@@ -118,6 +119,7 @@ class Task:
     message_loss: float = 0.0
     curve: Literal["polygon", "bezier"] = "polygon"
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
+    secure: sums.Terms | None = None  # the sum is opened under masks
 
     @property
     def mover(self) -> Mean:
@@ -400,7 +402,7 @@ def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Uplo
         found.total += upload.update
         if upload.below is not None:
             found.belows.append(upload.below)
-        if recipe.aggregate.looks_inside:
+        if recipe.aggregate.looks_inside or task.secure:
             found.kept.append(upload)
         if recipe.heterogeneity and upload.client in task.own_epsilon:
             rank = (task.own_epsilon[upload.client], -upload.client)
@@ -426,7 +428,8 @@ def merge(
         state = replace(state, anchor=Anchor(found.anchor))
     if found.count == 0 and recipe.place.open_uploads:
         return _finish(task, state, now, state.weights, facts)
-    mean = _mean(task, state, now, found)
+    mean, more = _mean(task, state, now, found)
+    facts |= more
     merged = _merged(task, state, now, mean, found.kept)
     direction, memory, more = recipe.aggregate.direction(state.aggregate, merged)
     facts |= more
@@ -440,16 +443,23 @@ def merge(
     return _finish(task, replace(state, clip=clip), now, weights, facts | more)
 
 
-def _mean(task: Task, state: State, now: Moment, found: _Collected) -> np.ndarray:
-    """The mean of the uploads; where the noise is the sum's, with that noise and over a constant number."""
+def _mean(
+    task: Task, state: State, now: Moment, found: _Collected
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """The mean of the uploads and public facts; where the noise is the sum's, with that noise and over a constant number."""
     recipe, setting = task.recipe, task.setting
     if recipe.place.open_uploads:
-        return found.total / found.count
+        return found.total / found.count, {}
     (noised,) = noised_of(task, now, -1, setting.examples)
-    total = noised.add(found.total, derive(task.root, "server-noise", now.number)[:16])
+    facts: dict[str, Any] = {}
+    if task.secure is not None:
+        updates = {upload.client: upload.update for upload in found.kept}
+        total, facts = sums.opened(task, now, noised, state.weights, updates)
+    else:
+        total = noised.add(found.total, derive(task.root, "server-noise", now.number)[:16])
     if isinstance(recipe.place, InSum):
-        return total / recipe.place.everyone(recipe, setting) * learning_rate_of(task, state.round)
-    return total / setting.cohort
+        return total / recipe.place.everyone(recipe, setting) * learning_rate_of(task, state.round), facts
+    return total / setting.cohort, facts
 
 
 def _merged(task: Task, state: State, now: Moment, mean: np.ndarray, kept: Sequence[Upload]) -> Merged:

@@ -10,7 +10,8 @@ Taps, by the papers' leakage types:
 
 LDP-FL's upload is one of two values per weight; it is shown as the change of the weights that it reports. Where
 parameters are shuffled the server gets no client's upload, only how many ones each weight has: then the mean over the
-round's clients is shown.
+round's clients is shown. Where the sum is opened under masks the server gets a masked upload (type0): its words, as
+multiples of the grid.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.federation import sums
 from fedveil.federation.round import (
     State,
     Task,
@@ -93,6 +95,9 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         update = sanitise_update(task, now, update, client, state.weights)
         if recipe.place.own_noise and not recipe.place.in_steps:
             scale = noised_of(task, now, client, len(own))[0].scale
+        if task.secure is not None:
+            (noised,) = noised_of(task, now, -1, task.setting.examples)
+            update, scale = sums.masked_upload(task, now, noised, state.weights, client, update)
     if tap == "type0-sanitised" and isinstance(recipe.place, AtServer):
         alone = replace(task.setting, cohort=1.0)  # the server's own noise on this one upload
         (noised,) = noised_of(replace(task, setting=alone), now, client, len(own))

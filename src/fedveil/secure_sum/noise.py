@@ -63,15 +63,20 @@ def multiplier(parameters: Parameters, shares: int | None = None) -> float:
     return exact.shares_multiplier(own, count, parameters.bound, parameters.grid, parameters.size)
 
 
-def claims(parameters: Parameters, relation: Relation = "zero-out", steps: int = 1) -> tuple[Claim, ...]:
+def claims(
+    parameters: Parameters,
+    relation: Relation = "zero-out",
+    steps: int = 1,
+    sampling: Sampling | None = None,
+) -> tuple[Claim, ...]:
     """What observers are promised about the protected unit by one opened sum, each computed from h.
 
     The server may hold up to `colluders` nodes. A participant knows its own share at least: with colluders = 0 one share
-    less is counted against it. Sampling counts where the node itself draws in secret (`parameters.rate`).
+    less is counted against it. Sampling counts where the node itself draws in secret: `sampling`, by default Poisson with
+    `parameters.rate`. The bound must be that of the neighbours in `relation`.
     """
-    rate = parameters.rate
-    sampling = Sampling("none") if rate == 1 else Sampling("poisson", rate=rate)
-    divide = 2.0 if relation == "replace-one" else 1.0
+    if sampling is None:
+        sampling = Sampling("none") if parameters.rate == 1 else Sampling("poisson", rate=parameters.rate)
     unit: Unit = "client" if parameters.unit == "client" else "example"
     found = []
     with_nodes = parameters.honest
@@ -92,8 +97,7 @@ def claims(parameters: Parameters, relation: Relation = "zero-out", steps: int =
         )
         if parameters.degree:
             why += "; sparse neighbours: but for a chance of 2^-40 per sum"
-        z = multiplier(parameters, count) / divide
-        event = Event(Noise("gaussian", z), sampling, relation, unit, steps)
+        event = Event(Noise("gaussian", multiplier(parameters, count)), sampling, relation, unit, steps)
         found.append(Claim(observer, unit, "sound", why, event))
     return tuple(found)
 

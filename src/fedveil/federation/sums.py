@@ -1,0 +1,166 @@
+"""A round's sum under masks: its parameters from the round's own noise, the opened total, and what is promised.
+
+The same functions serve the simulation of the whole protocol (`fedveil run … --set secure_sum=true`) and both ends of a
+deployment. `Noised` stays the only holder of the scale: parameters take deviation and bound from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedveil.errors import UserError
+from fedveil.keys import derive
+from fedveil.privacy.events import Claim, Release
+from fedveil.protect.noise import SMOOTHING, snapped_bound
+from fedveil.protect.noised import Noised
+from fedveil.protect.place import AFTER_UPLOAD, InSum
+from fedveil.protect.recipe import Recipe
+from fedveil.protect.setting import Moment
+from fedveil.secure_sum import graph, noise, simulate
+from fedveil.secure_sum.parameters import Parameters, check
+
+if TYPE_CHECKING:
+    from fedveil.federation.round import Task
+
+FINEST = 2.0**-15  # of the bound
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How many nodes must survive, how many may collude with the server, and how many drop-outs to plan for."""
+
+    threshold: int
+    colluders: int = 1
+
+    @staticmethod
+    def of(clients: int, threshold: int | None, colluders: int) -> Terms:
+        """The terms of a configuration; by default 80% of the clients, but at least what two survivor sets exclude."""
+        least = (clients + colluders) // 2 + 1
+        return Terms(threshold or max(least, math.ceil(0.8 * clients)), colluders)
+
+
+def refusal(recipe: Recipe, clients: int, cohort: float | None) -> str:
+    """Why a recipe cannot have its sum under masks, or ""."""
+    if not isinstance(recipe.place, InSum):
+        return "secure_sum needs noise on a sum that nobody sees in parts (where = sum)"
+    if recipe.law is None or recipe.law.name != "gaussian":
+        return "secure_sum adds discrete Gaussian shares: mechanism = gaussian"
+    if recipe.noise_on.for_each or recipe.clip.rule.beside():
+        return "secure_sum releases one sum: noise_on = sum or mean, and no noised count beside it"
+    if recipe.cohort.random_size or (cohort is not None and cohort < clients):
+        return "secure_sum plays with everyone on the roster: cohort = all, cohort_size unset"
+    return ""
+
+
+def model_digest(weights: np.ndarray, facts: Mapping[str, Any] = {}) -> bytes:
+    """Names what nodes work on: the weights, bit by bit, and public facts of the run."""
+    head = json.dumps(facts, sort_keys=True, default=str).encode()
+    return hashlib.sha256(len(head).to_bytes(8, "little") + head + weights.astype("<f4").tobytes()).digest()
+
+
+def parameters_of(task: Task, noised: Noised, model: bytes) -> Parameters:
+    """The parameters of a round's sum. UserError where they make no safe one.
+
+    The grid is the recipe's, or so fine that all examples' gradients in one coordinate fill half of the words.
+    """
+    terms, setting = task.secure, task.setting
+    assert terms is not None
+    grid = noised.grid or noised.bound * max(FINEST, setting.examples * 2.0**-30)
+    lost = setting.clients // 20
+    degree, needed = graph.choose(setting.clients, terms.threshold, terms.colluders, lost)
+    parameters = Parameters(
+        model=model,
+        size=noised.dimension,
+        grid=grid,
+        bound=noised.bound,
+        deviation=_deviation(noised, grid),
+        nodes=setting.clients,
+        threshold=terms.threshold,
+        colluders=terms.colluders,
+        word=32 if noised.grid == 0 or setting.examples * noised.bound / grid < 2**30 else 64,
+        unit=noised.unit,
+        degree=degree,
+        share_threshold=needed,
+    )
+    check(parameters)
+    return parameters
+
+
+def _deviation(noised: Noised, grid: float) -> float:
+    """Noise of the sum that is worth what the recipe's noise is worth, once each node has rounded its part to the grid.
+
+    The inverse of `noise.snapped_multiplier`: rounding is paid for with a little more noise, not with a weaker promise.
+    """
+    wide = noised.multiplier * snapped_bound(noised.bound, grid, noised.dimension)
+    return math.hypot(wide, SMOOTHING * grid) * (1 + 1e-12)
+
+
+def promised(task: Task, now: Moment, release: Release, sizes: Mapping[int, int]) -> Release:
+    """The release of a round with its sum under masks: rows after the upload are computed from the honest shares.
+
+    Rows that are not sound (shared examples) and rows of other observers and units stay as they are.
+    """
+    groups: dict[tuple[Claim, ...], list[int]] = {}
+    for members, claims in release.groups:
+        for client in members:
+            (noised,) = task.recipe.place.noised(task.recipe, task.setting, now, sizes[client])
+            uses = task.recipe.batches.uses(task.setting.steps, task.setting.batch, sizes[client])
+            parameters = parameters_of(task, noised, bytes(32))
+            ours = {c.observer: c for c in noise.claims(parameters, noised.relation, uses, noised.sampling)}
+            own = tuple(
+                replace(ours[c.observer], scope=c.scope) if _replaced(c, noised) else c for c in claims
+            )
+            groups.setdefault(own, []).append(client)
+    return replace(release, groups=tuple((tuple(members), key) for key, members in groups.items()))
+
+
+def _replaced(claim: Claim, noised: Noised) -> bool:
+    return claim.observer in AFTER_UPLOAD and claim.unit == noised.unit and claim.verdict == "sound"
+
+
+def share_key(task: Task, now: Moment, client: int) -> bytes:
+    """Keys one client's share of the noise."""
+    return derive(task.root, "share-of-noise", now.number, client)[:16]
+
+
+def vector_of(task: Task, now: Moment, parameters: Parameters, client: int, update: np.ndarray) -> np.ndarray:
+    """What a client puts under its masks: its sum in grid steps with its share of the noise."""
+    return noise.on_grid(parameters, update) + noise.share(parameters, share_key(task, now, client))
+
+
+def opened(
+    task: Task, now: Moment, noised: Noised, weights: np.ndarray, updates: Mapping[int, np.ndarray]
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Play the protocol with these updates (client -> its sum): the noised total, and public facts about the price."""
+    parameters = parameters_of(task, noised, model_digest(weights))
+    vectors = {
+        client + 1: vector_of(task, now, parameters, client, update) for client, update in updates.items()
+    }
+    played = simulate.sum_of(vectors, parameters, task.root, round=now.number)
+    if not isinstance(played.result, simulate.Sum):
+        raise UserError(f"round {now.number}: no sum: {played.result.reason}")
+    facts = {
+        "bytes_up": played.bytes_up,
+        "sum_survivors": len(played.result.survivors),
+        "sum_node_seconds": played.node_seconds / parameters.nodes,
+        "sum_server_seconds": played.server_seconds,
+    }
+    return played.result.total * parameters.grid, facts
+
+
+def masked_upload(
+    task: Task, now: Moment, noised: Noised, weights: np.ndarray, client: int, update: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """What the server receives of one client in this round, float32, and the deviation of what hides it."""
+    parameters = parameters_of(task, noised, model_digest(weights))
+    vector = vector_of(task, now, parameters, client, update)
+    words = simulate.masked_upload(vector, parameters, task.root, client + 1, round=now.number)
+    spread = 2.0**parameters.word * parameters.grid / math.sqrt(12)
+    return (words * parameters.grid).astype(np.float32), spread
