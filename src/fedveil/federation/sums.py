@@ -68,11 +68,11 @@ def model_digest(weights: np.ndarray, facts: Mapping[str, Any] = {}) -> bytes:
 def parameters_of(task: Task, noised: Noised, model: bytes) -> Parameters:
     """The parameters of a round's sum. UserError where they make no safe one.
 
-    The grid is the recipe's, or so fine that all examples' gradients in one coordinate fill half of the words.
+    The grid is the recipe's, or coarser, so that all examples' gradients in one coordinate fill at most half of 32 bits.
     """
     terms, setting = task.secure, task.setting
     assert terms is not None
-    grid = noised.grid or noised.bound * max(FINEST, setting.examples * 2.0**-30)
+    grid = max(noised.grid, noised.bound * max(FINEST, setting.examples * 2.0**-30))
     lost = setting.clients // 20
     degree, needed = graph.choose(setting.clients, terms.threshold, terms.colluders, lost)
     parameters = Parameters(
@@ -84,7 +84,6 @@ def parameters_of(task: Task, noised: Noised, model: bytes) -> Parameters:
         nodes=setting.clients,
         threshold=terms.threshold,
         colluders=terms.colluders,
-        word=32 if noised.grid == 0 or setting.examples * noised.bound / grid < 2**30 else 64,
         unit=noised.unit,
         degree=degree,
         share_threshold=needed,
