@@ -286,3 +286,30 @@ def test_the_folder_may_be_a_run_itself(made: Path) -> None:
 def test_an_empty_folder_is_fine(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "x", ignore_errors=True)
     assert listed(client(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "[" * 3000, '{"a": 1}', "1e999", "null"])
+def test_one_odd_run_does_not_empty_the_list(page: TestClient, runs: Path, value: str) -> None:
+    before = set(listed(page))
+    for name in ("result.json", "run.json"):
+        text = (runs / "sound" / name).read_text()
+        key = "test_accuracy" if name == "result.json" else "rounds"
+        start = text.index(f'"{key}":') + len(key) + 3
+        end = min(at for at in (text.find(",", start), text.find("\n", start)) if at > 0)
+        (runs / "sound" / name).write_text(text[:start] + value + text[end:])
+        answer = page.get("/api/runs")
+        assert answer.status_code == 200 and {row["id"] for row in answer.json()["runs"]} == before
+
+
+def test_login_reads_no_more_than_a_token_needs(runs: Path) -> None:
+    outside = client(runs, TOKEN)
+    assert outside.post("/login", content=b"token=" + b"x" * 100_000).status_code == 413
+    read = []
+
+    def endless():
+        for _ in range(10_000):
+            read.append(1)
+            yield b"x" * 1024
+
+    assert outside.post("/login", content=endless()).status_code == 413
+    assert outside.post("/login", data={"token": TOKEN}).status_code == 303

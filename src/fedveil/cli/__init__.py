@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -28,9 +30,25 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point: wrong input ends with one clear line and exit code 2."""
+    """Entry point: wrong input, a full disk or a forbidden folder end with one clear line and exit code 2."""
     try:
         build()()
     except UserError as wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        sys.exit(2)
+        _end(str(wrong))
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+    except OSError as wrong:
+        _end(f"{wrong.filename or 'a file'}: {wrong.strerror or wrong}. Check the path, free space and permissions")
+    except RecursionError:
+        _end("the input is nested too deeply")
+    except MemoryError:
+        _end("the input needs more memory than there is: choose fewer clients, rows or steps")
+    except KeyboardInterrupt:
+        print("stopped; a run continues with --resume", file=sys.stderr)
+        sys.exit(130)
+
+
+def _end(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

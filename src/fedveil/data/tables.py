@@ -61,7 +61,7 @@ def from_npz(
         raise UserError(
             f"{path}: {wrong}. Arrays of Python objects (pickles) are not read; save plain numbers."
         ) from wrong
-    except (OSError, EOFError, zipfile.BadZipFile, AttributeError) as wrong:
+    except (NotImplementedError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as wrong:
         raise UserError(f"{path} is not a readable .npz archive ({wrong}).") from wrong
     known = ("x", "y", "x_test", "y_test", "groups")
     for key in ("x", "y"):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
+from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.recipe import KEYS, Recipe, with_changes
@@ -28,12 +29,17 @@ else:  # pragma: no cover
 
 TRUSTED: ContextVar[bool] = ContextVar("may code that a configuration names be imported?", default=False)
 GIVEN = "given:"  # in front of the name of a recipe that is a value of the calling program
+MOST_BYTES = 1 << 20  # of a configuration file
+MOST_TEXT = 10_000
+MOST_DEPTH = 60
+LARGEST = 1e12  # of a bound, a multiplier, a rate, a count: beyond it nothing can be computed
+SMALLEST = 1e-12
 
 
 class RunConfig(BaseModel):
     """Everything that decides a run. `protect` changes parts of the recipe (sigma, clip.bound, …)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field("", description="free name of the run")
     recipe: str = Field(description="a recipe of `fedveil recipes`")
@@ -221,7 +227,7 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
     if path.suffix == ".toml":
         if not path.is_file():
             raise UserError(f"configuration file '{name_or_path}' does not exist")
-        values = _read_toml(path.read_text("utf-8"), where)
+        values = _read_toml(_text_of(path), where)
     elif name_or_path.lower() in shipped():
         values = _read_toml(shipped()[name_or_path.lower()], where)
         values.setdefault("name", name_or_path.lower())
@@ -271,9 +277,36 @@ def make_config(
     return config
 
 
+def check_numbers(config: RunConfig, recipe: Recipe) -> None:
+    """Refuse numbers and texts beyond all use, before they cost time or memory or overflow."""
+    named = [(name, getattr(config, name)) for name in RunConfig.model_fields]
+    for name, value in [*named, *_parts("protect", recipe)]:
+        if isinstance(value, list) and len(value) > MOST_TEXT * 100:
+            raise UserError(f"{name}: {len(value)} entries are too many")
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str) and len(one) > MOST_TEXT:
+                raise UserError(f"{name}: a text of {len(one)} letters is too long")
+            if isinstance(one, bool) or not isinstance(one, int | float):
+                continue
+            most = 2.0**63 if name in ("seed", "split_seed") else LARGEST
+            tiny = isinstance(one, float) and 0 < abs(one) < SMALLEST
+            if tiny or not abs(one) <= most:
+                raise UserError(f"{name} = {_shown(one)}: must lie between {SMALLEST:g} and {most:g}")
+    if config.clients > MOST_CLIENTS:
+        raise UserError(f"clients = {config.clients}: at most {MOST_CLIENTS}")
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The fields of a recipe and of its parts, with dotted names."""
+    if not is_dataclass(value):
+        return [(name, value)]
+    return [part for item in fields(value) for part in _parts(f"{name}.{item.name}", getattr(value, item.name))]
+
+
 def check_config(config: RunConfig) -> None:
     """Refuse settings that are fine alone but not together."""
     recipe = config.built_recipe()
+    check_numbers(config, recipe)
     if config.cohort_size is not None and config.cohort_size > config.clients:
         raise UserError(f"cohort_size = {config.cohort_size} is above clients = {config.clients}")
     if recipe.place.sum_only and config.local_steps != 1:
@@ -341,17 +374,50 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
 def _pair(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign:
-        raise UserError(f"--set {text!r}: write key=value, e.g. --set rounds=20")
+        raise UserError(f"--set {text[:80]!r}: write key=value, e.g. --set rounds=20")
+    if len(value) > MOST_TEXT or _depth(value) > MOST_DEPTH:
+        raise UserError(f"--set {key.strip()[:80]}=…: the value is too long or nested too deeply")
     try:
         return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
+    except ValueError as wrong:  # a whole number with thousands of digits
+        raise UserError(f"--set {key.strip()[:80]}=…: {wrong}") from None
+
+
+def _text_of(path: Path) -> str:
+    """A configuration file's text; whatever else it is, is a clear error."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as wrong:
+        raise UserError(f"cannot read {path}: {wrong.strerror}") from None
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{path}: larger than {MOST_BYTES >> 10} kB, the most a configuration may have")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        raise UserError(f"{path}: not a UTF-8 text (byte {wrong.start}); TOML files are UTF-8") from None
+
+
+def _depth(text: str) -> int:
+    """How deep brackets may be nested in `text`: parsers call themselves for each."""
+    depth = deepest = 0
+    for letter in text:
+        if letter in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in "]}":
+            depth = max(0, depth - 1)
+    return deepest
 
 
 def _read_toml(text: str, where: str) -> dict[str, Any]:
+    if _depth(text) > MOST_DEPTH or text.count(".") > MOST_TEXT:
+        raise UserError(f"{where}: nested too deeply for a configuration")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise UserError(f"{where}: not valid TOML: {wrong}") from None
 
 
@@ -366,6 +432,8 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             out.setdefault(head, {})[tail] = value
         elif (head == "recipe" and tail) or (head == "protect" and tail):
             out.setdefault("protect", {})[tail] = value
+        elif key in ("protect", "partition_options", "model_options") and not isinstance(value, Mapping):
+            raise UserError(f"{key} = {str(value)[:80]!r}: must be a table, e.g. {key} = {{ name = 1 }}")
         elif key == "protect":
             out.setdefault("protect", {}).update(value)
         elif key in own:
@@ -380,12 +448,20 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return out
 
 
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number with thousands of digits
+        text = "a number with thousands of digits"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
 def _explain(wrong: ValidationError, where: str) -> str:
     lines = []
     for error in wrong.errors():
         key = ".".join(str(part) for part in error["loc"])
         message = str(error["msg"]).removeprefix("Value error, ")
-        shown = "" if error["type"] == "missing" else f" = {error['input']!r}"
+        shown = "" if error["type"] == "missing" else f" = {_shown(error['input'])}"
         lines.append(f"{key}{shown}: {message}")
     prefix = f"{where}: " if where else ""
     return prefix + "; ".join(lines)

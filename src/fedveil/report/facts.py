@@ -93,7 +93,11 @@ def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return None
+    return found if math.isfinite(found) else None
 
 
 def main_row(rows: Iterable[Mapping[str, Any]], observer: str, unit: str) -> dict[str, Any] | None:

@@ -56,6 +56,7 @@ OPEN = ("/login", "/static/base.css", "/static/style.css", "/favicon.ico")  # wh
 COOKIE = "fedveil_session"
 SHORTEST_TOKEN = 16
 MOST_COMPARED = 12
+MOST_LOGIN = 4096  # bytes
 Value = TypeVar("Value")
 
 
@@ -165,7 +166,9 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
 
     @app.post("/login")
     async def login(request: Request) -> Response:
-        body = (await request.body())[:4096].decode("utf-8", "replace")
+        body = await _short_body(request)
+        if body is None:
+            return JSONResponse({"error": "that is too long for a token"}, 413)
         given = parse_qs(body).get("token", [""])[0]
         if token is None or not hmac.compare_digest(given.encode(), token.encode()):
             await asyncio.sleep(0.5)
@@ -189,7 +192,7 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
 
     @app.get("/api/runs")
     def list_runs() -> Response:
-        rows = [folder.summary(item, root) for item in folder.find(root)]
+        rows = [_summary(item, root) for item in folder.find(root)]
         rows.sort(
             key=lambda row: (
                 row["status"] != "live",
@@ -246,6 +249,28 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
         return out
 
     return app
+
+
+async def _short_body(request: Request) -> str | None:
+    """The body of a login, or None as soon as it is longer than any: nobody may fill memory before authentication."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or len(announced) > 9 or int(announced) > MOST_LOGIN:
+        return None
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_LOGIN:
+            return None
+    return body.decode("utf-8", "replace")
+
+
+def _summary(item: Path, root: Path) -> dict[str, Any]:
+    """A run's line in the list; one that cannot be read is listed as broken and empties nobody's list."""
+    try:
+        return folder.summary(item, root)
+    except Exception as wrong:
+        name = item.relative_to(root).as_posix()
+        return {"id": name, "name": name, "problem": f"its files are damaged ({type(wrong).__name__})", "status": "broken"}
 
 
 def _reversed(text: str) -> tuple[int, ...]:

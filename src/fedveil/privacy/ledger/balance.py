@@ -71,6 +71,8 @@ class Book:
 
     def define(self, claims: tuple[Claim, ...]) -> None:
         """Number a claim set that was not met before."""
+        if claims in self.parts:
+            raise ValueError("a set of claims is written out twice")
         number = len(self.parts)
         self.parts[claims] = number
         self.sets.append(claims)

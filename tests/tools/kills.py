@@ -1,0 +1,162 @@
+"""Kill simulated runs at random moments with signal 9, do the documented thing (--resume), and compare.
+
+    python tests/tools/kills.py --count 1000 --state /tmp/kills.json
+
+Each round of the game has a number, and the number decides it: recipe, checkpoints, how often and when it is killed.
+Interrupted, the game goes on where it was. After every run: exit code 0, the model of the run that was never killed
+bit by bit, no row of the ledger below that run's, `verify` content, no traceback. Sometimes a second --resume is
+started beside a living run: it must be turned away and change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RECIPES = ("fed-cdp", "fed-cdp-sound", "fed-sdp", "adaclip", "quantile-clip", "fed-alpha-cdp-sound")
+SMALL = ("dataset=cancer", "clients=4", "rounds=12", "local_steps=4", "batch_size=4", "report=false")
+
+
+def words(recipe: str, every: int, folder: Path, resume: bool) -> list[str]:
+    """The command line of one run."""
+    changes = [part for change in (*SMALL, f"checkpoint_every={every}") for part in ("--set", change)]
+    return ["run", recipe, *changes, "--out", str(folder), "--json", *(["--resume"] if resume else [])]
+
+
+def start(command: list[str], log: Path) -> int:
+    """The command in a process of its own (a fork that has everything loaded); what it says goes to `log`."""
+    child = os.fork()
+    if child:
+        return child
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    code = 70
+    try:
+        sys.argv = ["fedveil", *command]
+        from fedveil.cli import main as entry
+
+        entry()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(command: list[str], log: Path) -> int:
+    """Run to the end; the exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(start(command, log), 0)[1])
+
+
+def outcome(folder: Path) -> tuple[str, list[Any]]:
+    """A digest of the model, and the ledger's rows."""
+    rows = json.loads((folder / "result.json").read_text())["ledger"]
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(), rows
+
+
+def play(number: int, place: Path, references: dict[str, Any]) -> str:
+    """One run, killed one to three times and resumed to its end; "" or what went wrong."""
+    rng = random.Random(number)
+    recipe, every = rng.choice(RECIPES), rng.choice([1, 2, 5])
+    if recipe not in references:
+        clock = time.monotonic()
+        code = finish(words(recipe, 5, place / f"reference-{recipe}", False), place / "log")
+        if code:
+            return f"the reference ended with {code}: {(place / 'log').read_text()[-300:]}"
+        references[recipe] = (*outcome(place / f"reference-{recipe}"), time.monotonic() - clock)
+    model, rows, seconds = references[recipe]
+    folder, log = place / f"run-{number}", place / "log"
+    for _ in range(rng.randint(1, 3)):
+        child = start(words(recipe, every, folder, folder.exists()), log)
+        time.sleep(rng.uniform(0, 1.1 * seconds))
+        if rng.random() < 0.1:
+            beside = finish(words(recipe, every, folder, folder.exists()), place / "beside")
+            said = (place / "beside").read_text()
+            if "Traceback" in said or beside not in (0, 2):
+                return f"a second writer ended with {beside}: {said[-300:]}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if "Traceback" in log.read_text():
+            return f"traceback: {log.read_text()[-300:]}"
+    code = finish(words(recipe, every, folder, folder.exists()), log)
+    if code or "Traceback" in log.read_text():
+        return f"the documented action ended with {code}: {log.read_text()[-300:]}"
+    mine, found = outcome(folder)
+    if mine != model:
+        return "another model"
+    for one, reference in zip(found, rows, strict=True):
+        if reference["epsilon"] is not None and one["epsilon"] is not None:
+            if one["epsilon"] < reference["epsilon"] * (1 - 1e-9):
+                return f"the ledger under-counts: {one['epsilon']} instead of {reference['epsilon']}"
+        elif one["epsilon"] != reference["epsilon"]:
+            return f"{one['verdict']} instead of {reference['verdict']}"
+    from fedveil.federation.folder import verify
+
+    verify(folder)
+    left = [p.name for p in folder.rglob("*.tmp")]
+    return f"unfinished files are left: {left}" if left else ""
+
+
+def main() -> int:
+    """Go on from where the state file ends; exit code 1 if anything went wrong."""
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--count", type=int, default=20)
+    parse.add_argument("--state", type=Path)
+    given = parse.parse_args()
+    import fedveil.cli
+    import fedveil.federation.loop
+
+    fedveil.cli.build()
+    state: dict[str, Any] = {"next": 0, "counts": {}, "failures": []}
+    if given.state and given.state.exists():
+        state = json.loads(given.state.read_text())
+    counts, failures = Counter(state["counts"]), list(state["failures"])
+    with tempfile.TemporaryDirectory(prefix="kills") as place:
+        references: dict[str, Any] = {}
+        for number in range(state["next"], given.count):
+            try:
+                wrong = play(number, Path(place), references)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            counts["right" if not wrong else "wrong"] += 1
+            counts["kills"] += _kills(number)
+            if wrong:
+                failures.append([number, wrong])
+                print(number, wrong, flush=True)
+            if given.state:
+                temporary = given.state.with_suffix(".tmp")
+                temporary.write_text(json.dumps({"next": number + 1, "counts": dict(counts), "failures": failures}))
+                os.replace(temporary, given.state)
+    print(json.dumps({"runs": given.count, **counts, "failures": failures}, indent=1))
+    return 1 if failures else 0
+
+
+def _kills(number: int) -> int:
+    """How often run `number` is killed (the same draws as in `play`)."""
+    rng = random.Random(number)
+    rng.choice(RECIPES)
+    rng.choice([1, 2, 5])
+    return rng.randint(1, 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
