@@ -121,13 +121,13 @@ def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
 def configuration(rng: random.Random, place: Path) -> None:
     """A .toml file: bytes spoilt, or values exchanged."""
     from fedveil.federation.config import RunConfig, load_config, shipped
-    from fedveil.protect.recipe import Recipe
+    from fedveil.protect.recipe import KEYS
 
     path = place / "study.toml"
     if rng.random() < 0.4:
         path.write_bytes(spoil_bytes(rng.choice(list(shipped().values())).encode(), rng))
     else:
-        keys = [*RunConfig.model_fields, *Recipe.__dataclass_fields__, "clip.bound", "clip.kind", "protect.sigma"]
+        keys = [*RunConfig.model_fields, *KEYS, "clip.bound", "clip.kind", "protect.sigma"]
         lines = {"recipe": '"fed-cdp-sound"'}
         for key in rng.sample(keys, rng.randint(1, 4)):
             odd = rng.choice(ODD_TEXT[:-4]) if rng.random() < 0.5 else json.dumps(rng.choice(ODD_VALUE[1:]))
@@ -139,9 +139,9 @@ def configuration(rng: random.Random, place: Path) -> None:
 def change(rng: random.Random, place: Path) -> None:
     """--set key=value on the command line."""
     from fedveil.federation.config import RunConfig, load_config
-    from fedveil.protect.recipe import Recipe
+    from fedveil.protect.recipe import KEYS
 
-    keys = [*RunConfig.model_fields, *Recipe.__dataclass_fields__, "clip.bound", "protect", "clip", "model_options.x"]
+    keys = [*RunConfig.model_fields, *KEYS, "clip.bound", "protect", "clip", "model_options.x"]
     pairs = [f"{rng.choice(keys)}={rng.choice(ODD_TEXT)}" for _ in range(rng.randint(1, 3))]
     load_config(rng.choice(["fed-cdp", "fed-sdp", "ldp-fl", "udp-fl", "adaclip", "sum-cdp"]), pairs)
 
