@@ -16,7 +16,7 @@ from typing import Any
 
 import fedveil.protect  # noqa: F401  (bound before the function below, which it would hide otherwise)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "load": "fedveil.data.datasets",

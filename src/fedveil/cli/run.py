@@ -154,6 +154,8 @@ def _show(result: dict[str, Any]) -> None:
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
     quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
     print(f"{result['recipe']} on {result['dataset']}: {quality} after {result['rounds']} rounds")
+    if result.get("judgement"):
+        print(f"The model is {result['judgement']}.")
     print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")
     notes = Notes()
     rows = [

@@ -659,8 +659,23 @@ def finish(
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
     }
     result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
+    result["judgement"] = judgement(found["accuracy"], data)
     store.write_json(folder / "result.json", result)
     return result
+
+
+def judgement(accuracy: float | None, data: Dataset) -> str:
+    """One sentence: did the model learn anything? Judged on the public test rows, three standard errors above guessing."""
+    if accuracy is None or data.classes is None or len(data.y_test) == 0:
+        return ""
+    guess = float(np.bincount(data.y_test.astype(np.int64)).max() / len(data.y_test))
+    room = 3 * (guess * (1 - guess) / len(data.y_test)) ** 0.5
+    if accuracy > guess + room:
+        return f"better than always guessing the most frequent class ({guess:.3f})"
+    return (
+        f"NOT better than always guessing the most frequent class ({guess:.3f}): this model learned nothing. Try more data per "
+        "client, larger batches, fewer steps or a larger epsilon; `fedveil plan` proposes settings"
+    )
 
 
 def save_model(path: Path, weights: np.ndarray, layout: Layout) -> None:
