@@ -51,7 +51,7 @@ def test_one_step_is_the_clipped_mean(changes, total):
     result = train(
         reference, case := line(*HAND), client([[0, 1]]), one_step(case, **changes), dtype=torch.float64
     )
-    np.testing.assert_allclose(result.delta[0], -np.array(total) / 2, rtol=1e-12)
+    np.testing.assert_allclose(result.delta[0], -np.array(total) / 2, rtol=3e-7)  # the margin below the bound
 
 
 def test_figures_of_a_hand_made_batch():
@@ -119,7 +119,7 @@ def test_adaclip_clips_the_mapped_gradient_and_maps_the_mean_back():
     result = train(reference, case, client([[0, 1]], shift=shift, scale=scale), what, dtype=torch.float64)
     mapped = (np.array([[12.0, 16.0], [0.0, 2.0]]) - shift) / scale
     clipped = mapped * np.minimum(1, 5 / np.linalg.norm(mapped, axis=1))[:, None]
-    np.testing.assert_allclose(result.delta[0], -(scale * clipped.sum(0) / 4 + shift), rtol=1e-12)
+    np.testing.assert_allclose(result.delta[0], -(scale * clipped.sum(0) / 4 + shift), rtol=3e-7)
 
 
 def test_gradient_is_the_slope_of_the_loss():

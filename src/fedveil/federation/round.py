@@ -22,7 +22,7 @@ from fedveil.errors import UserError
 from fedveil.federation import sums
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
-from fedveil.protect import channel, ldp, noise, udp
+from fedveil.protect import bounded, channel, ldp, noise, udp
 from fedveil.protect.aggregate import Mean, Merged, Momentum
 from fedveil.protect.clip import Seen, Time, values_of
 from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
@@ -220,7 +220,8 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
     )
     if not recipe.place.in_steps:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
-        return LocalPlan(**{**common, "learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD})
+        whole = {"learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD, "only_sum": True}
+        return LocalPlan(**{**common, **whole})
     assert recipe.law is not None
     multipliers = tuple(s * b / clip.piece(b, layers) for s, b in zip(now.sigmas, now.bounds, strict=True))
     kernel = recipe.law.kernel or "own"
@@ -344,6 +345,7 @@ def sanitise_update(
         if start is None:
             raise ValueError("clip.of = weights needs the start weights")
         # In float64: beside large weights float32 would round by more than the bound allows.
+        bounded.check_start(start, now.bounds[0])
         wide = start.astype(np.float64)
         update = clip_update(wide + update, now.bounds[0], recipe, task.layout) - wide
     elif recipe.place.target == "update" and recipe.clip.bounded:
@@ -357,16 +359,13 @@ def sanitise_update(
 
 
 def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout) -> np.ndarray:
-    """The update scaled into the bound, flat or layer by layer."""
-    update = update.copy()
+    """The update scaled into the bound, flat or layer by layer.
+
+    Formal guarantee: that of `bounded.clip_vector`.
+    """
     pieces = layout.layer_slices() if recipe.clip.kind == "layer" else (slice(None),)
     limit = recipe.clip.piece(bound, len(pieces))
-    for piece in pieces:
-        norm = float(np.linalg.norm(update[piece].astype(np.float64)))
-        if norm > limit:
-            # One rounding step below the bound, so that float32 never ends above it.
-            update[piece] *= np.float32(limit / norm * (1 - 2**-22))
-    return update
+    return bounded.clip_vector(update, limit, pieces)
 
 
 def shuffled(task: Task, now: Moment, uploads: Iterator[Upload]) -> Iterator[Upload] | list[Upload]:

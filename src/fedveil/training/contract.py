@@ -43,8 +43,9 @@ class LocalPlan:
     Details that every engine follows:
     - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
       outputs of (output - y)^2; y is float [n] or [n, outputs].
-    - clip factor min(1, bound / norm); norm `clip_norm` also for the median, for l2-max and for the reported
-      norms. The clipped norm that l2-max looks at is min(norm, bound); the norm itself when clip is "none".
+    - clip factor min(1, bound / norm), less a margin for rounding (see protect.bounded); norm `clip_norm` also for
+      the median, for l2-max and for the reported norms. The clipped norm that l2-max looks at is min(norm, bound); the
+      norm itself when clip is "none".
     - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then
       the median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
     - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
@@ -55,6 +56,8 @@ class LocalPlan:
     - with a clip, an example whose loss or norm (of any layer) is not finite gets clip factor 0 in all layers: it adds
       nothing, which is within every bound. It counts in `skipped` and in `examples`, not in the median, in l2-max
       or in the means; the noise does not change.
+    - only_sum (one step, no noise): delta is minus the sum of the clipped gradients itself, rounded once; taken from
+      the weights it would carry their rounding too, which knows no bound.
     - a client whose weights (without a clip: or loss or norms) are not finite at any step stops there: finite False,
       delta 0.
     """
@@ -79,6 +82,7 @@ class LocalPlan:
     optimiser: Optimiser = SGD
     grid: float = 0.0  # spacing of exact noise; 0: float noise
     own: tuple[Noised, ...] = ()  # noise "own", a law without a kernel: the value of each step adds its noise itself
+    only_sum: bool = False  # the sum instead of a step: noise and step size follow elsewhere
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch import nn
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.models.layout import layout_of
+from fedveil.protect.bounded import check_bound
 from fedveil.training import reference
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional, graph, stacked
@@ -217,6 +218,11 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
         raise UserError(
             f"plan.multipliers has {len(plan.multipliers)} values for {plan.steps} steps: give one per step."
         )
+    if plan.clip != "none" and plan.bound_rule == "given":
+        for bound in set(plan.bounds):
+            check_bound(bound, "plan.bounds")
+    if plan.only_sum and (plan.steps != 1 or plan.noise != "none"):
+        raise UserError("where = sum releases the sum of one local step, noised later: set local_steps = 1.")
     if not plan.expected_batch > 0:
         raise UserError(f"plan.expected_batch = {plan.expected_batch}: it must be positive.")
 

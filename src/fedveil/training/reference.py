@@ -18,6 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.protect.bounded import factor, norm_of
 from fedveil.protect.noise import noised_sum, step_noise
 from fedveil.training import dropout, optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
@@ -75,13 +76,13 @@ def _client(
             gradients.append(gradient)
             sizes.append(size)
         bounds = _bounds(plan, step, sizes, len(parts))
-        total = torch.zeros_like(first)
+        total = torch.zeros_like(first, dtype=torch.float64)
         largest = 0.0
         for gradient, size in zip(gradients, sizes, strict=True):
-            clipped = gradient.clone()
+            clipped = gradient.double()
             for part, norm, bound in zip(parts, size, bounds, strict=True):
-                if norm > bound:
-                    clipped[part] *= bound / norm
+                if plan.clip != "none":
+                    clipped[part] *= factor(norm, bound)
                 largest = max(largest, min(norm, bound))
                 below += (norm <= bound) / len(parts)
             total += clipped
@@ -94,13 +95,16 @@ def _client(
             if plan.grid > 0 or plan.noise == "own":
                 same = set(sensitivities)
                 single = same.pop() if len(same) == 1 else np.array(sensitivities)
-                total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), dtype)
+                total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), total.dtype)
             else:
-                noise = _vector(step_noise(plan, work, step, len(rows), layout.size), dtype)
+                noise = _vector(step_noise(plan, work, step, len(rows), layout.size), total.dtype)
                 for part, sensitivity in zip(parts, sensitivities, strict=True):
                     total[part] += sensitivity * noise[part]
             scales.append(plan.multipliers[step] * sum(sensitivities) / len(parts))
-        gradient = total / plan.expected_batch
+        if plan.only_sum:
+            first, weights = torch.zeros_like(first), -total.to(dtype)
+            break
+        gradient = total.to(dtype) / plan.expected_batch
         if work.shift is not None:
             gradient = _vector(work.scale, dtype) * gradient + _vector(work.shift, dtype)
         gradient = gradient + plan.proximal * (weights - first)
@@ -160,7 +164,7 @@ def _bounds(plan: LocalPlan, step: int, sizes: list[list[float]], parts: int) ->
 
 
 def _norm(vector: torch.Tensor, kind: str) -> float:
-    return float(torch.linalg.vector_norm(vector, 1 if kind == "l1" else 2))
+    return norm_of(vector.numpy(), kind)
 
 
 def _vector(values: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -4,8 +4,9 @@
 figures are the same and live here. Weights of K clients are one matrix [K, P].
 
 Bit for bit the same result for any chunk: nothing in a client's arithmetic may depend on its neighbours in the
-stack. Clients are passed through the network together only if their batches have the same *width*, and a client's
-width follows from its own rows alone. Padded rows have zero loss gradient and count nowhere.
+stack; with a clip, nothing in an example's on the rest of its batch. Clients are passed through the network together only
+if their batches have the same *width*, and a client's width follows from its own rows alone. Padded rows have zero loss
+gradient and count nowhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
+from fedveil.protect.bounded import MARGIN
 from fedveil.training import optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
@@ -39,9 +41,13 @@ class Clipping:
     scale: Tensor | None = None
 
     def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]."""
+        """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]; float64.
+
+        Formal guarantee: factor * norm <= bound (1 - MARGIN); see protect.bounded.
+        """
         bound = self.median(norms, mask) if self.bound is None else norms.new_full((1, 1, 1), self.bound)
-        factors = torch.where(norms > bound, bound / norms, 1.0)
+        limit = bound * (1 - MARGIN)
+        factors = torch.where(norms > limit, limit / norms, 1.0)
         return (factors if mask is None else factors * mask[:, :, None]), bound
 
     def of(self, client: int) -> Clipping:
@@ -68,9 +74,9 @@ class Clipping:
 class Pass(NamedTuple):
     """What one pass of a group of clients gave."""
 
-    total: Tensor  # [K, P] sum of clipped gradients
+    total: Tensor  # [K, P] sum of clipped gradients, float64
     loss: Tensor  # [K, B], 0 for padded rows
-    norms: Tensor | None  # [K, B, layers or 1]
+    norms: Tensor | None  # [K, B, layers or 1], float64
     bound: Tensor | None  # broadcasts against norms
     used: Tensor | None  # [K, B], 1 for rows that count: not padding, and finite if clipped. None: all
 
@@ -181,14 +187,14 @@ def _stack(
         clipping = _clipping(plan, step, norms)
         largest, bound_used = None, None
         groups = _groups(widths[:, step])
-        total = None if len(groups) == 1 else torch.zeros_like(weights)
+        total = None if len(groups) == 1 else torch.zeros_like(weights, dtype=torch.float64)
         for width, members in groups:
             everyone = len(members) == clients
             chosen: Any = slice(None) if everyone else torch.as_tensor(members, device=device)
             own = weights if everyone else weights[chosen]
             if shift is not None and scale is not None:
                 clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
-            part: Tensor | None = torch.zeros_like(own) if width == 0 else None
+            part: Tensor | None = torch.zeros_like(own, dtype=torch.float64) if width == 0 else None
             for at in range(0, width, max(most_rows, 1)):
                 end = min(width, at + most_rows)
                 picked = (rows[step, :, at:end] if everyone else rows[step, members, at:end]).reshape(-1)
@@ -200,12 +206,12 @@ def _stack(
                 part = result.total if part is None else part.add_(result.total)
                 figures.add(chosen, result, mask)
                 if plan.noise != "none" and plan.sensitivity == "l2-max":
-                    largest = weights.new_zeros(clients) if largest is None else largest
+                    largest = result.total.new_zeros(clients) if largest is None else largest
                     clipped = _largest(result)
                     largest[chosen] = torch.maximum(largest[chosen], clipped)
                 if result.bound is not None and plan.bound_rule == "median":
                     if bound_used is None:
-                        bound_used = weights.new_zeros(clients, 1, result.bound.shape[2])
+                        bound_used = result.bound.new_zeros(clients, 1, result.bound.shape[2])
                     bound_used[chosen] = result.bound
             assert part is not None
             if total is None:
@@ -217,7 +223,9 @@ def _stack(
             sensitivity = _sensitivity(plan, step, largest, bound_used, weights)
             figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
             total = noises.add(network, total, sensitivity, step, counts[:, step])
-        gradient = total.div_(plan.expected_batch)
+        if plan.only_sum:
+            return _result(network.decode(total).neg_().to(dtype), figures, counts.sum(1), plan)
+        gradient = total.to(dtype).div_(plan.expected_batch)
         if shift is not None and scale is not None:
             gradient = gradient.mul_(scale).add_(shift)
         if plan.proximal:
@@ -259,7 +267,7 @@ class _Noise:
                 self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
             return network.encode(torch.from_numpy(self.room).to(total))
         self._draw(step, counts)
-        drawn = network.encode(torch.from_numpy(self.room).to(total))
+        drawn = network.encode(torch.from_numpy(self.room)).to(total)
         if sensitivity.shape[1] == 1:
             return total.addcmul_(drawn, sensitivity)
         for column, layer in enumerate(network.layout.layer_slices()):
@@ -365,10 +373,10 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
     )
 
 
-def usable(losses: Tensor, norms: Tensor, mask: Tensor | None) -> Tensor | None:
+def usable(losses: Tensor, norms: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """[K, B], 1 for rows with finite loss [K, B] and norms [K, B, L] that `mask` does not leave out; None if no row
-    is broken."""
-    finite = losses.isfinite() & norms.isfinite().all(2)
+    is broken. A norm that `dtype` cannot hold counts as infinite."""
+    finite = losses.isfinite() & (norms <= torch.finfo(dtype).max).all(2)
     if bool(finite.all()):
         return None
     return finite.to(norms) if mask is None else finite * mask
@@ -407,11 +415,13 @@ def loss_and_gradient(outputs: Tensor, y: Tensor, mask: Tensor | None, kind: str
         logs = torch.log_softmax(outputs, 1)
         labels = y.long()[:, None]
         losses = logs.gather(1, labels)[:, 0].neg_()
-        gradient = logs.exp_().scatter_add_(1, labels, torch.full_like(losses, -1.0)[:, None])
+        # In whole vectors of 64 bytes: what is left over at the end of a batch would be computed by other code.
+        shares = torch.nn.functional.pad(logs, (0, -logs.shape[1] % 16), value=-torch.inf).exp_()
+        gradient = shares[:, : logs.shape[1]].scatter_add(1, labels, torch.full_like(losses, -1.0)[:, None])
     else:
         difference = outputs - y.to(outputs.dtype).view_as(outputs)
         size = difference[0].numel()
-        losses = difference.square().flatten(1).sum(1).div_(size)
+        losses = difference.double().square().flatten(1).sum(1).div_(size)  # finite whatever the order of the sum
         gradient = difference.mul_(2 / size)
     if mask is not None:
         column = mask.reshape(-1, *[1] * (gradient.dim() - 1))

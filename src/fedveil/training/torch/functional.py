@@ -1,7 +1,7 @@
 """Any nn.Module: per-example gradients by torch.func. The same results as `stacked`, slower.
 
-One client at a time: under a second vmap over clients, torch may choose other kernels for other numbers of
-clients, and results would depend on the chunk.
+Norms, factors and sums are those of `stacked`, in float64. One client at a time: under a second vmap over clients,
+torch may choose other kernels for other numbers of clients, and results would depend on the chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
+from fedveil.training.torch.layers import Given, size_of, sum_up
 
 Tensor = torch.Tensor
 _NUMBERS = 1 << 27  # per-example gradients that may be in memory at once (512 MiB of float32)
@@ -63,8 +64,11 @@ class Net:
     def decode(self, own: Tensor) -> Tensor:
         return own
 
-    def gradients(self, weights: Tensor, x: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
-        """Per-example gradients [B, P] and losses [B] of one client."""
+    def gradients(
+        self, weights: Tensor, x: Tensor, y: Tensor, loss: str, apart: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Per-example gradients [B, P] and losses [B] of one client. With `apart` one after the other: under vmap an
+        example's rounding would depend on the rest of the batch, and its effect on a sum could not be bounded."""
 
         def value(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
             output = functional_call(self.module, parameters, (image[None],))
@@ -73,9 +77,17 @@ class Net:
             return nn.functional.mse_loss(output.reshape(-1), target.to(output.dtype).reshape(-1))
 
         parameters = unflatten(weights, self.layout)
+        one = grad_and_value(value)
         with torch.enable_grad():
-            by_name, losses = vmap(grad_and_value(value), in_dims=(None, 0, 0))(parameters, x, y)
-        found = torch.cat([by_name[name].flatten(1) for name in self.layout.names], 1)
+            if not apart:
+                by_name, losses = vmap(one, in_dims=(None, 0, 0))(parameters, x, y)
+                found = torch.cat([by_name[name].flatten(1) for name in self.layout.names], 1)
+                return found.detach(), losses.detach()
+            found = weights.new_empty(len(x), self.layout.size)
+            losses = weights.new_empty(len(x))
+            for row in range(len(x)):
+                by_name, losses[row] = one(parameters, x[row], y[row])
+                found[row] = torch.cat([by_name[name].flatten() for name in self.layout.names])
         return found.detach(), losses.detach()
 
     def clipped(
@@ -105,20 +117,18 @@ class Net:
     def _one(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
-        found, losses = self.gradients(weights[0], x, y, loss)
+        found, losses = self.gradients(weights[0], x, y, loss, clipping.kind != "none")
         raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
-        if clipping.kind == "none" and not clipping.norms:
-            total = found.sum(0) if mask is None else mask[0] @ found
-            return Pass(total[None], losses, None, None, mask)
         parts = (slice(0, self.layout.size),) if clipping.kind == "flat" else self.layout.layer_slices()
-        order = 1 if clipping.norm == "l1" else 2
-        norms = torch.stack([torch.linalg.vector_norm(found[:, p], order, dim=1) for p in parts], 1)[None]
-        if clipping.kind == "none":
+        norms = None
+        if clipping.kind != "none" or clipping.norms:
+            norms = torch.stack([size_of(found[:, p], clipping.norm) for p in parts], 1)[None]
+        if clipping.kind == "none" or norms is None:
             total = found.sum(0) if mask is None else mask[0] @ found
-            return Pass(total[None], losses, norms, None, mask)
-        used = descent.usable(raw, norms, mask)
+            return Pass(total[None].double(), losses, norms, None, mask)
+        used = descent.usable(raw, norms, mask, weights.dtype)
         if used is not None:
             mask, out = used, used == 0
             found, losses, norms = (
@@ -127,8 +137,10 @@ class Net:
                 norms.masked_fill(out[:, :, None], 0),
             )
         factors, bound = clipping.factors(norms, mask)
-        total = torch.cat([factors[0, :, i] @ found[:, part] for i, part in enumerate(parts)])
-        return Pass(total[None], losses, norms, bound, mask)
+        total = found.new_empty(1, self.layout.size, dtype=torch.float64)
+        for i, part in enumerate(parts):
+            sum_up(Given(found[None, :, part]), factors[:, :, i], total[:, part])
+        return Pass(total, losses, norms, bound, mask)
 
 
 def train(

@@ -1,8 +1,10 @@
 """The layers of the stacked engine: per-client weights, captured inputs and output gradients, clipped sums.
 
-Every layer has forward(weights, x) -> (output, saved) and backward(weights, saved, gradient, wanted) -> (gradient of the
-input if wanted, capture). weights is [K, P]; x is [K * B, ...], client after client, in the shape that torch's own
-layer expects. Nothing here may let a client's numbers depend on the size of the stack.
+Every layer has forward(weights, x, apart) -> (output, saved) and backward(weights, saved, gradient, wanted) -> (gradient
+of the input if wanted, capture). weights is [K, P]; x is [K * B, ...], client after client, in the shape that torch's own
+layer expects. Nothing here may let a client's numbers depend on the size of the stack; with `apart` nothing may let an
+example's numbers depend on its batch (what one example adds to a sum could not be bounded otherwise: weights can be
+such that the last bit of a product decides everything that follows).
 """
 
 from __future__ import annotations
@@ -18,34 +20,75 @@ from torch.nn import functional as F
 Tensor = torch.Tensor
 
 
-def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched product (written to `out`) whose every matrix is the same whatever else is in the batch.
+_LINE = 16  # numbers: rows of matrices begin at multiples of 64 bytes (or 128)
 
-    Matrix times vector goes through one routine for a batch of one, another for more, a third when the output is not
-    contiguous, and these round differently: such products are never alone and never written in place.
+
+def padded(side: int) -> int:
+    """The next multiple of a line."""
+    return -(-side // _LINE) * _LINE
+
+
+def widened(values: Tensor, ones: bool = False) -> Tensor:
+    """A fresh copy whose last axis is padded to whole lines with zeros; with `ones` a 1 comes before them."""
+    side = values.shape[-1]
+    out = values.new_zeros(*values.shape[:-1], padded(side + ones))
+    out[..., :side] = values
+    if ones:
+        out[..., side] = 1
+    return out
+
+
+def lined_weights(weights: Tensor, outputs: int, inputs: int, bias: bool) -> Tensor:
+    """[K, outputs * inputs (+ outputs)] as matrices in whole lines; the bias is one more column."""
+    out = weights.new_zeros(len(weights), padded(outputs), padded(inputs + bias))
+    out[:, :outputs, :inputs] = weights[:, : outputs * inputs].view(-1, outputs, inputs)
+    if bias:
+        out[:, :outputs, inputs] = weights[:, outputs * inputs :]
+    return out
+
+
+def products(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [K, B, T, I] times its client's matrix [K, I, O]; sides in whole lines.
+
+    Every x[k, b] is multiplied by a call of its own (of a batch of such calls) with the same shape and alignment: its
+    bits depend on nothing else. BLAS rounds differently when the number of rows changes, when an operand lies elsewhere
+    modulo a line, and when a batch has one member, so none of these varies.
     """
-    if 1 in (a.shape[1], a.shape[2], b.shape[2]):
-        product = (
-            torch.bmm(a, b) if a.shape[0] > 1 else torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-        )
-        return product if out is None else out.copy_(product)
-    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    k, b = x.shape[:2]
+    if k == b == 1:
+        return torch.bmm(x[0].expand(2, -1, -1), matrices.expand(2, -1, -1))[None, :1]
+    if b <= k:
+        found = [torch.bmm(x[:, j], matrices) for j in range(b)]
+        return found[0][:, None] if b == 1 else torch.stack(found, 1)
+    found = [torch.bmm(x[j], matrices[j].expand(b, -1, -1)) for j in range(k)]
+    return found[0][None] if k == 1 else torch.stack(found)
+
+
+def together(x: Tensor, matrices: Tensor) -> Tensor:
+    """The same with one product per client, where nothing is clipped and only speed counts."""
+    k, b, t, i = x.shape
+    if b * t == 1:
+        return products(x, matrices)
+    return torch.bmm(x.view(k, b * t, i), matrices).view(k, b, t, -1)
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Per-example gradients as sums of outer products: inputs a [K, B, T, I], output gradients d [K, B, T, O]."""
+    """Per-example gradients as sums over t of outer products d[k, b, t] (x) a[k, b, t], both in whole lines: inputs
+    (and a 1 for the bias) a [K, B, T, I], output gradients d [K, B, T, O]."""
 
     a: Tensor
     d: Tensor
+    inputs: int
+    outputs: int
     bias: bool
 
 
 @dataclass(frozen=True)
 class Given:
-    """Per-example gradients themselves, one tensor [K, B, n] per parameter."""
+    """Per-example gradients themselves, [K, B, n]."""
 
-    parts: tuple[Tensor, ...]
+    values: Tensor
 
 
 def materialise(capture: Outer | Given) -> Given:
@@ -56,61 +99,66 @@ def materialise(capture: Outer | Given) -> Given:
     k, b, t, i = a.shape
     o = d.shape[3]
     if t == 1:
-        weight = (d.view(k, b, o, 1) * a.view(k, b, 1, i)).view(k, b, o * i)
+        matrix = d.view(k, b, o, 1) * a.view(k, b, 1, i)
     else:
-        weight = bmm(d.view(k * b, t, o).transpose(1, 2), a.view(k * b, t, i)).view(k, b, o * i)
-    return Given((weight, d.sum(2)) if capture.bias else (weight,))
+        d, a = d.view(k * b, t, o).transpose(1, 2), a.view(k * b, t, i)
+        if k * b == 1:
+            d, a = d.expand(2, -1, -1), a.expand(2, -1, -1)
+        matrix = torch.bmm(d, a)[: k * b].view(k, b, o, i)
+    return Given(_flat(matrix, capture))
+
+
+def _flat(matrix: Tensor, capture: Outer) -> Tensor:
+    """[..., O, I] in whole lines as the flat parameters of the layer."""
+    o, i = capture.outputs, capture.inputs
+    weight = matrix[..., :o, :i].flatten(-2)
+    return torch.cat([weight, matrix[..., :o, i]], -1) if capture.bias else weight
+
+
+def size_of(values: Tensor, kind: str) -> Tensor:
+    """Norms over the last axis in float64, without under- or overflow."""
+    order = 1 if kind == "l1" else 2
+    if values.dtype != torch.float64:  # squares of float32 numbers are ordinary float64 numbers
+        return torch.linalg.vector_norm(values.double(), order, dim=-1)
+    peak = values.abs().amax(-1, keepdim=True)
+    peak = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    return torch.linalg.vector_norm(values / peak, order, dim=-1) * peak[..., 0]
 
 
 def measure(capture: Outer | Given, kind: str) -> tuple[Tensor, Outer | Given]:
-    """Per-example norms [K, B], and the capture, materialised if that was the cheapest way."""
-    order = 1 if kind == "l1" else 2
-
-    def size(values: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(values, order, dim=-1)
-
-    if isinstance(capture, Outer):
-        k, b, t, i = capture.a.shape
-        o = capture.d.shape[3]
-        if t == 1:
-            inputs = size(capture.a[:, :, 0])
-            if capture.bias:
-                inputs = inputs + 1 if order == 1 else (inputs.square() + 1).sqrt_()
-            return size(capture.d[:, :, 0]) * inputs, capture
-        if order == 2 and t * (i + o) < i * o // 2:
-            # In float64: the products of large inputs cancel, and a norm that comes out too small would not be clipped.
-            a, d = capture.a.view(k * b, t, i).double(), capture.d.view(k * b, t, o).double()
-            products = bmm(a, a.transpose(1, 2))
-            products = (products + 1 if capture.bias else products) * bmm(d, d.transpose(1, 2))
-            return products.view(k, b, t * t).sum(2).clamp_(min=0).sqrt_().to(capture.a.dtype), capture
-        capture = materialise(capture)
-    sizes = [size(part) for part in capture.parts]
-    if len(sizes) == 1:
-        return sizes[0], capture
-    if order == 1:
-        return sum(sizes[1:], sizes[0]), capture
-    return sum((s.square() for s in sizes[1:]), sizes[0].square()).sqrt(), capture
+    """Per-example norms [K, B] (float64), and the capture in the form whose norm this is and which is to be summed:
+    an outer product stays one, a sum of several is written out."""
+    if isinstance(capture, Outer) and capture.a.shape[2] == 1:
+        return size_of(capture.d[:, :, 0], kind) * size_of(capture.a[:, :, 0], kind), capture
+    capture = materialise(capture)
+    return size_of(capture.values, kind), capture
 
 
-def sum_up(capture: Outer | Given, factors: Tensor | None, out: Tensor) -> None:
-    """Write the sum over examples of factors [K, B] * gradient into out [K, n]."""
-    if isinstance(capture, Outer):
-        k, b, t, i = capture.a.shape
-        o = capture.d.shape[3]
-        d = capture.d if factors is None else capture.d * factors[:, :, None, None]
-        d = d.reshape(k, b * t, o)
-        bmm(d.transpose(1, 2), capture.a.reshape(k, b * t, i), out[:, : o * i].view(k, o, i))
-        if capture.bias:
-            out[:, o * i :] = d.sum(1)
+def sum_up(capture: Outer | Given, factors: Tensor, out: Tensor) -> None:
+    """Write the sum over examples of factors [K, B] * gradient into out [K, n], both float64.
+
+    Formal guarantee: the sum of n examples errs by at most (n + 2) 2**-53 times the sum of their absolute values.
+    """
+    if isinstance(capture, Outer) and capture.a.shape[2] == 1:
+        d, a = capture.d[:, :, 0].double() * factors[:, :, None], capture.a[:, :, 0].double()
+        d = d.transpose(1, 2)
+        matrix = d * a if a.shape[1] == 1 else torch.bmm(d, a)
+        out.copy_(_flat(matrix, capture))
         return
-    at = 0
-    for part in capture.parts:
-        end = at + part.shape[2]
-        if factors is None:
-            out[:, at:end] = part.sum(1)
-        else:
-            bmm(factors[:, None, :], part, out[:, None, at:end])
-        at = end
+    values = materialise(capture).values
+    out.zero_()
+    for example in range(values.shape[1]):
+        out.add_(values[:, example] * factors[:, example, None])
+
+
+def sum_plainly(capture: Outer | Given, out: Tensor) -> None:
+    """Write the plain sum over examples into out [K, n]; nothing is promised about its rounding."""
+    if isinstance(capture, Given):
+        out.copy_(capture.values.sum(1))
+        return
+    k, b, t, i = capture.a.shape
+    d, a = capture.d.reshape(k, b * t, -1).transpose(1, 2), capture.a.reshape(k, b * t, i)
+    out.copy_(_flat(d * a if b * t == 1 else torch.bmm(d, a), capture))
 
 
 @dataclass(frozen=True)
@@ -121,29 +169,22 @@ class Linear:
     outputs: int
     bias: bool
 
-    def _weight(self, weights: Tensor) -> Tensor:
-        at = self.part.start
-        return weights[:, at : at + self.inputs * self.outputs].view(-1, self.outputs, self.inputs)
-
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        stack = x.reshape(len(weights), -1, self.inputs)
-        out = bmm(stack, self._weight(weights).transpose(1, 2))
-        if self.bias:
-            out = out.add_(weights[:, None, self.part.stop - self.outputs : self.part.stop])
-        return out.view(*x.shape[:-1], self.outputs), (stack, x.shape)
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+        clients = len(weights)
+        stack = widened(x.reshape(clients, len(x) // clients, -1, self.inputs), self.bias)
+        matrices = lined_weights(weights[:, self.part], self.outputs, self.inputs, self.bias)
+        out = (products if apart else together)(stack, matrices.transpose(1, 2))
+        return out[..., : self.outputs].reshape(*x.shape[:-1], self.outputs), (stack, matrices, x.shape, apart)
 
     def backward(
         self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Outer]:
-        stack, shape = saved
-        clients, examples = len(weights), shape[0] // len(weights)
-        d = gradient.reshape(clients, -1, self.outputs)
-        back = bmm(d, self._weight(weights)).view(shape) if wanted else None
-        return back, Outer(
-            stack.view(clients, examples, -1, self.inputs),
-            d.view(clients, examples, -1, self.outputs),
-            self.bias,
-        )
+        stack, matrices, shape, apart = saved
+        d = widened(gradient.reshape(*stack.shape[:3], self.outputs))
+        back = None
+        if wanted:
+            back = (products if apart else together)(d, matrices)[..., : self.inputs].reshape(shape)
+        return back, Outer(stack, d, self.inputs, self.outputs, self.bias)
 
 
 @dataclass(frozen=True)
@@ -165,10 +206,6 @@ class Conv:
     def patch(self) -> int:
         return self.inputs * self.kernel[0] * self.kernel[1]
 
-    def _weight(self, weights: Tensor) -> Tensor:
-        at = self.part.start
-        return weights[:, at : at + self.outputs * self.patch].view(-1, self.outputs, self.patch)
-
     def _size(self, shape: Sequence[int], axis: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         size = (shape[2 + axis] + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
@@ -177,31 +214,44 @@ class Conv:
         (kernel, stride) = self.pool[0][axis], self.pool[1][axis]
         return (size - kernel) // stride * stride + kernel if size >= kernel else size
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        n, clients = len(x), len(weights)
-        height, width = self._size(x.shape, 0), self._size(x.shape, 1)
+    def _patches(self, x: Tensor, height: int, width: int) -> Tensor:
+        """[N, height * width, patch] in whole lines, with a 1 for the bias."""
         image = x.permute(0, 2, 3, 1).contiguous()
         if any(self.padding):
             image = F.pad(image, (0, 0, self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
         s, (dh, dw) = image.stride(), self.dilation
         patches = image.as_strided(
-            (n, height, width, *self.kernel, self.inputs),
+            (len(x), height, width, *self.kernel, self.inputs),
             (s[0], s[1] * self.stride[0], s[2] * self.stride[1], s[1] * dh, s[2] * dw, 1),
-        ).reshape(clients, -1, self.patch)
-        out = bmm(patches, self._weight(weights).transpose(1, 2))
+        )
+        whole = padded(self.patch + self.bias)
+        out = image.new_empty(len(x), height, width, whole)
+        if whole > self.patch:
+            out[..., self.patch :] = 0
         if self.bias:
-            out = out.add_(weights[:, None, self.part.stop - self.outputs : self.part.stop])
-        return out.view(n, height, width, self.outputs).permute(0, 3, 1, 2), (patches, x.shape, height, width)
+            out[..., self.patch] = 1
+        out[..., : self.patch].unflatten(3, (*self.kernel, self.inputs)).copy_(patches)
+        return out.view(len(x), height * width, whole)
+
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+        clients = len(weights)
+        height, width = self._size(x.shape, 0), self._size(x.shape, 1)
+        patches = self._patches(x, height, width).unflatten(0, (clients, -1))
+        matrices = lined_weights(weights[:, self.part], self.outputs, self.patch, self.bias)
+        out = (products if apart else together)(patches, matrices.transpose(1, 2))
+        out = out[..., : self.outputs].reshape(len(x), height, width, self.outputs)
+        return out.permute(0, 3, 1, 2), (patches, matrices, x.shape, height, width, apart)
 
     def backward(
         self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Outer]:
-        patches, shape, height, width = saved
-        clients, n = len(weights), shape[0]
-        d = gradient.permute(0, 2, 3, 1).reshape(clients, -1, self.outputs)
+        patches, matrices, shape, height, width, apart = saved
+        n = shape[0]
+        d = widened(gradient.permute(0, 2, 3, 1).reshape(*patches.shape[:3], self.outputs))
         back = None
         if wanted:
-            spread = bmm(d, self._weight(weights)).view(n, height, width, *self.kernel, self.inputs)
+            spread = (products if apart else together)(d, matrices)[..., : self.patch]
+            spread = spread.reshape(n, height, width, *self.kernel, self.inputs)
             (ph, pw), (sh, sw), (dh, dw) = self.padding, self.stride, self.dilation
             image = spread.new_zeros(n, shape[2] + 2 * ph, shape[3] + 2 * pw, self.inputs)
             for row in range(self.kernel[0]):
@@ -211,12 +261,7 @@ class Conv:
                         :, top : top + sh * (height - 1) + 1 : sh, left : left + sw * (width - 1) + 1 : sw
                     ] += spread[:, :, :, row, column]
             back = image[:, ph : ph + shape[2], pw : pw + shape[3]].permute(0, 3, 1, 2)
-        examples, positions = n // clients, height * width
-        return back, Outer(
-            patches.view(clients, examples, positions, self.patch),
-            d.view(clients, examples, positions, self.outputs),
-            self.bias,
-        )
+        return back, Outer(patches, d, self.patch, self.outputs, self.bias)
 
 
 @dataclass(frozen=True)
@@ -227,39 +272,38 @@ class GroupNorm:
     groups: int
     eps: float
 
-    def _affine(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and offset for each row of the batch, broadcasting over positions."""
+    def _affine(self, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Scale and offset [rows, channels, 1] of the batch."""
         pair = weights[:, self.part].reshape(len(weights), 1, 2, self.channels)
-        pair = pair.expand(-1, len(x) // len(weights), -1, -1).reshape(
-            len(x), 2, self.channels, *[1] * (x.dim() - 2)
-        )
+        pair = pair.expand(-1, rows // len(weights), -1, -1).reshape(rows, 2, self.channels, 1)
         return pair[:, 0], pair[:, 1]
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        scale, offset = self._affine(weights, x)
-        leaf = x.detach().contiguous().requires_grad_()
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+        # As [N, C, positions]: of an image torch guesses the memory order, and the guess depends on the number of rows.
+        scale, offset = self._affine(weights, len(x))
+        leaf = x.detach().reshape(len(x), self.channels, -1).contiguous().requires_grad_()
         with torch.enable_grad():
             normal = torch.group_norm(leaf, self.groups, None, None, self.eps)
-        return normal.detach() * scale + offset, (leaf, normal)
+        return (normal.detach() * scale + offset).view(x.shape), (leaf, normal, x.shape)
 
     def backward(
         self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Given]:
-        leaf, normal = saved
+        leaf, normal, shape = saved
         clients = len(weights)
-        gradient = gradient.contiguous()
-        shape = (clients, len(gradient) // clients, self.channels, -1)
-        parts = ((normal.detach() * gradient).view(shape).sum(3), gradient.view(shape).sum(3))
-        scale, _ = self._affine(weights, leaf)
-        back = torch.autograd.grad(normal, leaf, gradient * scale)[0] if wanted else None
-        return back, Given(parts)
+        gradient = gradient.reshape(leaf.shape).contiguous()
+        split = (clients, len(gradient) // clients, self.channels, -1)
+        parts = ((normal.detach() * gradient).view(split).sum(3), gradient.view(split).sum(3))
+        scale, _ = self._affine(weights, len(leaf))
+        back = torch.autograd.grad(normal, leaf, gradient * scale)[0].view(shape) if wanted else None
+        return back, Given(torch.cat(parts, 2))
 
 
 @dataclass(frozen=True)
 class Relu:
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
         out = x.relu()
         return out, out
 
@@ -279,7 +323,7 @@ class MaxPool:
     def _settings(self) -> tuple[Any, ...]:
         return self.kernel, self.stride, self.padding, self.dilation, self.ceil
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
         out, where = torch.ops.aten.max_pool2d_with_indices(x, *self._settings())
         return out, (x, where)
 
@@ -295,7 +339,7 @@ class Free:
     function: Callable[[Tensor], Tensor]
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
             out = self.function(leaf)
@@ -314,7 +358,7 @@ class Elementwise:
     module: nn.Module
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
         flat = _in_memory_order(x).reshape(-1)
         leaf = F.pad(flat, (0, -flat.numel() % 64)).detach().requires_grad_()
         with torch.enable_grad():
@@ -332,6 +376,12 @@ class Elementwise:
         shape = _in_memory_order(x).shape
         values = flat[: x.numel()].view(shape)
         return values.permute(0, 3, 1, 2) if x.dim() == 4 else values
+
+
+def plain_group_norm(x: Tensor, groups: int, eps: float) -> Tensor:
+    """GroupNorm without parameters; see `GroupNorm` for the reshaping."""
+    flat = x.reshape(len(x), x.shape[1], -1).contiguous()
+    return torch.group_norm(flat, groups, None, None, eps).view(x.shape)
 
 
 def _in_memory_order(x: Tensor) -> Tensor:

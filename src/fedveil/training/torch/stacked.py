@@ -6,9 +6,8 @@ one backward pass capture each layer's input and the gradient of its output; fro
 clip factors and the clipped sums, without a second backward pass:
 
 - the gradient of example b in a Linear or Conv2d layer is a sum of outer products  sum_t d[b,t] (x) a[b,t];
-  with one position (Linear) its norm is |d| |a|, with few it comes from two Gram matrices ("ghost norm"), else
-  the gradient is materialised;
-- the clipped sum is one batched product of the (scaled) d with a.
+  with one position (Linear) its norm is |d| |a|, else the gradient is written out: what is summed is what was measured;
+- norms, factors and sums are float64 (see `protect.bounded` for what that proves).
 
 Images are kept channels-last in memory; convolution weights in the order (out, row, column, in), so that a patch
 is a contiguous copy. A chunk's memory is bounded by `chunk_for`.
@@ -45,6 +44,9 @@ from fedveil.training.torch.layers import (
     Relu,
     materialise,
     measure,
+    plain_group_norm,
+    size_of,
+    sum_plainly,
     sum_up,
 )
 
@@ -145,7 +147,7 @@ def _layers(module: nn.Module, layout: Layout) -> list[Layer]:
         elif isinstance(leaf, nn.GroupNorm) and leaf.affine:
             found.append(GroupNorm(layer, part, leaf.num_channels, leaf.num_groups, leaf.eps))
         elif isinstance(leaf, nn.GroupNorm):
-            found.append(Free(partial(torch.group_norm, num_groups=leaf.num_groups, eps=leaf.eps)))
+            found.append(Free(partial(plain_group_norm, groups=leaf.num_groups, eps=leaf.eps)))
         elif isinstance(leaf, nn.ReLU):
             found.append(Relu())
         elif isinstance(leaf, nn.MaxPool2d):
@@ -221,7 +223,7 @@ class Net:
         result = self._pass(weights, x, y, mask, clipping, loss)
         if clipping.kind == "none" or result.norms is None:
             return result
-        used = descent.usable(result.loss, result.norms, mask)
+        used = descent.usable(result.loss, result.norms, mask, weights.dtype)
         # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
         return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
 
@@ -240,13 +242,13 @@ class Net:
         tape = []
         out = x
         for layer in self.layers:
-            out, saved = layer.forward(weights, out)
+            out, saved = layer.forward(weights, out, clipping.kind != "none")
             tape.append(saved)
         losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
         losses = losses.view(clients, -1)
         if without is not None:
             losses = losses.masked_fill(without, 0)
-        total = torch.empty_like(weights)
+        total = torch.empty_like(weights, dtype=torch.float64)
         first = next(i for i, layer in enumerate(self.layers) if layer.layer is not None)
         norms, bounds = [losses] * self.layout.layers, [losses] * self.layout.layers
         waiting: list[tuple[slice, Outer | Given]] = []
@@ -265,11 +267,11 @@ class Net:
             if clipping.kind == "flat":  # the factor needs every layer's norm
                 waiting.append((layer.part, capture))
                 continue
-            factors = mask
-            if clipping.kind == "layer":
-                wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
-                factors = wide[:, :, 0]
-            sum_up(capture, factors, total[:, layer.part])
+            if clipping.kind == "none":
+                sum_plainly(capture, total[:, layer.part])
+                continue
+            wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
+            sum_up(capture, wide[:, :, 0], total[:, layer.part])
         if clipping.kind == "none" and not clipping.norms:
             return Pass(total, losses, None, None, mask)
         every = torch.stack(norms, 2)
@@ -278,7 +280,7 @@ class Net:
         if clipping.kind == "layer":
             bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
             return Pass(total, losses, every, bound, mask)
-        flat = torch.linalg.vector_norm(every, 1 if clipping.norm == "l1" else 2, dim=2, keepdim=True)
+        flat = size_of(every, clipping.norm)[:, :, None]
         wide, bound = clipping.factors(flat, mask)
         for part, capture in waiting:
             sum_up(capture, wide[:, :, 0], total[:, part])
@@ -287,18 +289,13 @@ class Net:
 
 def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
     """AdaClip: every example's gradient as (g - shift) / scale."""
-    parts, at = [], 0
-    for part in materialise(capture).parts:
-        end = at + part.shape[2]
-        parts.append((part - shift[:, None, at:end]) / scale[:, None, at:end])
-        at = end
-    return Given(tuple(parts))
+    return Given((materialise(capture).values - shift[:, None]) / scale[:, None])
 
 
 def _cleared(capture: Outer | Given, rows: Tensor) -> Outer | Given:
     """The same with zeros for these rows [K, B] (a factor 0 would leave NaN as it is)."""
     if isinstance(capture, Given):
-        return Given(tuple(part.masked_fill(rows[:, :, None], 0) for part in capture.parts))
+        return Given(capture.values.masked_fill(rows[:, :, None], 0))
     wide = rows[:, :, None, None]
     return replace(capture, a=capture.a.masked_fill(wide, 0), d=capture.d.masked_fill(wide, 0))
 
@@ -313,10 +310,12 @@ def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:
     weights, out, cost = torch.zeros(1, layout.size), torch.zeros(1, *shape), 0
     with torch.no_grad():
         for layer in layers:
-            out, saved = layer.forward(weights, out)
+            out, saved = layer.forward(weights, out, False)
             cost += out.numel()
             if isinstance(layer, Conv):
                 cost += saved[0].numel() + layer.patch * layer.outputs
+            elif isinstance(layer, Linear) and out.dim() > 2:
+                cost += layer.inputs * layer.outputs
     return Net(layout, layers, max(1, _CACHE // max(cost, 1)), cost, out.shape[1:])
 
 
