@@ -36,7 +36,7 @@ struct Plan {
     int32_t steps;
     double learning_rate, expected_batch, momentum, proximal, penalty, grid;
     int32_t clip, noise, noise_on;
-    bool l1, median, l2_max, squared;
+    bool l1, median, l2_max, squared, only_sum;
     const double* bounds;       // [steps] or null
     const double* multipliers;  // [steps] or null
     const double* lambdas;      // [steps], staircase laws only

@@ -32,6 +32,7 @@ struct Product {
     const int32_t* rc;
     const float* bias;  // or null
     Store mode;
+    double* wide = nullptr;  // or where to put the products in double precision (SET or ADD) instead of c
 };
 
 template <int MR, int NR>
@@ -61,6 +62,16 @@ void tile(const Product& p, int row, int column) {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r) {
+        if (p.wide) {
+            double* c = p.wide + p.rc[row + r] + column * L;
+#pragma GCC unroll 4
+            for (int j = 0; j < NR; ++j)
+                for (int half = 0; half < 2; ++half) {
+                    D* to = reinterpret_cast<D*>(c + j * L + half * H);
+                    *to = p.mode == ADD ? *to + widen(acc[r][j], half) : widen(acc[r][j], half);
+                }
+            continue;
+        }
         float* c = p.c + p.rc[row + r] + column * L;
 #pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) {
@@ -84,7 +95,8 @@ constexpr Tile kTiles[4][8] = {
 #endif
 };
 
-// The whole product: rows split evenly over tiles, terms cut so that a panel of B stays in the cache.
+// The whole product: rows split evenly over tiles, terms cut so that a panel of B stays in the cache. (The few terms of
+// a product into doubles are never cut.)
 void product(const Product& whole, int rows, int vectors) {
     for (int column = 0; column < vectors;) {
         const int left = vectors - column;
@@ -112,21 +124,21 @@ void product(const Product& whole, int rows, int vectors) {
 }
 
 #if defined(__AVX512F__)
-template <int H>
-inline void exchange(V* v) {  // swap the off-diagonal blocks of size H
+template <int S>
+inline void exchange(V* v) {  // swap the off-diagonal blocks of size S
     __m512i low, high;
     alignas(64) int32_t a[16], b[16];
     for (int i = 0; i < 16; ++i) {
-        a[i] = (i & H) ? 16 + (i ^ H) : i;
-        b[i] = (i & H) ? 16 + i : i ^ H;
+        a[i] = (i & S) ? 16 + (i ^ S) : i;
+        b[i] = (i & S) ? 16 + i : i ^ S;
     }
     low = _mm512_load_si512(a), high = _mm512_load_si512(b);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
-        if (!(i & H)) {
-            const __m512 x = __m512(v[i]), y = __m512(v[i + H]);
+        if (!(i & S)) {
+            const __m512 x = __m512(v[i]), y = __m512(v[i + S]);
             v[i] = V(_mm512_permutex2var_ps(x, low, y));
-            v[i + H] = V(_mm512_permutex2var_ps(x, high, y));
+            v[i + S] = V(_mm512_permutex2var_ps(x, high, y));
         }
 }
 inline void transpose(V* v) {
@@ -227,7 +239,7 @@ inline F4 quarter(V x) {  // folded to four lanes
 
 inline float total(V x) {
     const F4 q = quarter(x);
-    return (q[0] + q[1]) + (q[2] + q[3]);
+    return (q[0] + q[2]) + (q[1] + q[3]);  // as totals() does: an output must not depend on the tile it is computed in
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -295,25 +307,28 @@ void dots(const float* x, int64_t ldx, int examples, const float* w, int64_t ldw
     }
 }
 
-// The l2 or l1 norm of whole vectors.
-float norm_of(const float* x, int64_t n, bool l1) {
-    V s[4] = {};
+// The l2 or l1 norm of whole vectors, in double: squares of floats neither vanish nor overflow there.
+double norm_of(const float* x, int64_t n, bool l1) {
+    D s[4] = {};
+    auto term = [l1](const float* p) {
+        const D v = widen(p);
+        return l1 ? (v < 0.0 ? -v : v) : v * v;
+    };
     int64_t i = 0;
-    for (; i + 4 * L <= n; i += 4 * L)
-        for (int u = 0; u < 4; ++u) {
-            const V v = load(x + i + u * L);
-            s[u] += l1 ? (v < 0.0f ? -v : v) : v * v;
-        }
-    for (; i < n; i += L) {
-        const V v = load(x + i);
-        s[0] += l1 ? (v < 0.0f ? -v : v) : v * v;
-    }
-    const float t = total((s[0] + s[1]) + (s[2] + s[3]));
-    return l1 ? t : __builtin_sqrtf(t);
+    for (; i + 4 * H <= n; i += 4 * H)
+        for (int u = 0; u < 4; ++u) s[u] += term(x + i + u * H);
+    for (; i < n; i += H) s[0] += term(x + i);
+    const D t = (s[0] + s[1]) + (s[2] + s[3]);
+    double sum = 0;
+    for (int j = 0; j < H; ++j) sum += t[j];
+    return l1 ? sum : __builtin_sqrt(sum);
 }
 
-void add_scaled(float* y, const float* x, float f, int64_t n) {
-    for (int64_t i = 0; i < n; i += L) store(y + i, load(y + i) + f * load(x + i));
+void add_scaled(double* y, const float* x, double f, int64_t n) {
+    for (int64_t i = 0; i < n; i += H) {
+        D* to = reinterpret_cast<D*>(y + i);
+        *to += f * widen(x + i);
+    }
 }
 
 inline V exponential(V x) {

@@ -232,6 +232,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     plan.median = nb::cast<bool>(settings["median"]);
     plan.l2_max = nb::cast<bool>(settings["l2_max"]);
     plan.squared = nb::cast<bool>(settings["squared"]);
+    plan.only_sum = nb::cast<bool>(settings["only_sum"]);
     std::vector<nb::object> keep;
     auto doubles = [&](const char* name) -> const double* {
         nb::object value = settings[name];

@@ -43,7 +43,8 @@ struct Op {
     int k, kp, ocp, rows, columns, positions, cells, window, segments, segment, segment_in;
     int32_t *base, *off, *row_out, *k_row, *p_row, *o_row, *iota, *windows, *chosen;
     // chosen [group][cells][ocp]: the winner of each pool, as an offset into the input (sparse) or into dy
-    float *w, *wt, *bias, *sum, *g, *patches, *image, *stats;
+    float *w, *wt, *bias, *g, *patches, *image, *stats;
+    double* sum;
     int64_t packed, at, per_example;  // packed length, and where it begins in the run's vectors
 };
 
@@ -61,18 +62,21 @@ struct Run {
     int64_t packed;
     float *scratch, *list_g, *scaled, *row_noise, *flat_noise, *flat_more;
     // packed vectors; null where the plan has no use for them
-    float *weights, *start, *sum, *velocity, *control, *anchor, *shift, *scale, *mapped;
+    float *weights, *start, *velocity, *control, *anchor, *shift, *scale, *mapped;
     int32_t *list_off, *list_n;
-    float* norm;      // [group][units] of the current group
-    float* factor;    // [group][units]
-    float* all_norm;  // [width][units], median rule
-    float bound[kMaxLayers];
+    double* sum;       // packed, of the step's clipped gradients
+    double* norm;      // [group][units] of the current group
+    double* factor;    // [group][units]
+    double* all_norm;  // [width][units], median rule
+    double bound[kMaxLayers];
+    bool single;  // the batch is one block: the sums of dense layers are its floats, kept where the doubles would be
+    int block;  // examples whose products are added in float; 0: none, all in double
     double* counts;  // noise on a grid, flat order
     int64_t *drawn, *drawn_more;  // the same as integers, for laws that need them
     double losses[kGroup];  // of the current group
     bool skip[kGroup];      // not finite: left out of the sum
     // of the step
-    float largest;
+    double largest;
     bool bad;
     double loss;
     int64_t skipped;
@@ -250,7 +254,7 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     auto vector = [&](bool needed) { return arena.take<float>(needed ? run.packed : 0); };
     run.weights = vector(true);
     run.start = vector(true);
-    run.sum = vector(true);
+    run.sum = arena.take<double>(run.packed);
     run.velocity = vector(plan.momentum != 0);
     run.control = vector(client.control);
     run.anchor = vector(client.anchor);
@@ -282,9 +286,9 @@ void allocate(Run& run, Arena& arena, const Client& client) {
         op.sum = run.sum + op.at;
         if (op.kind == CONV && !op.patch) op.bias = op.w + int64_t(op.layer->oc) * op.kp;
     }
-    run.norm = arena.take<float>(group * (net.units + 1));
-    run.factor = arena.take<float>(group * (net.units + 1));
-    run.all_norm = arena.take<float>(plan.median ? int64_t(width) * (net.units + 1) : 0);
+    run.norm = arena.take<double>(group * (net.units + 1));
+    run.factor = arena.take<double>(group * (net.units + 1));
+    run.all_norm = arena.take<double>(plan.median ? int64_t(width) * (net.units + 1) : 0);
 }
 
 void fill_tables(Run& run) {

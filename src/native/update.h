@@ -58,9 +58,6 @@ STAGE bool draw_noise(Run& run, const Source& source, int step, int batch) {
     return true;
 }
 
-// Half as many doubles as floats in a vector.
-constexpr int H = L / 2;
-typedef double D __attribute__((vector_size(H * 8), may_alias));
 typedef double Du __attribute__((vector_size(H * 8), may_alias, aligned(8)));
 typedef int64_t I64 __attribute__((vector_size(H * 8), may_alias));
 typedef float Half __attribute__((vector_size(H * 4), may_alias, aligned(4)));
@@ -118,20 +115,30 @@ STAGE void snap_sum(Run& run, const Source& source, int step, int batch, double 
     I64 lost = {};
     for (int i = 0; i < run.ops; ++i)
         each_run(run, run.op[i], [&](int64_t to, int64_t from, int n, int stride) {
-            float* sum = run.sum + to;
+            double* sum = run.sum + to;
+            float* floats = reinterpret_cast<float*>(run.op[i].sum) + (to - run.op[i].at);
+            const bool single = run.single && run.op[i].kind == LINEAR;
             const double* y = run.counts + from;
             for (int j = 0; j < n; j += H) {
                 const int now = n - j < H ? n - j : H;
                 D x = {}, noise;
-                if (now == H) x = D(__builtin_convertvector(*reinterpret_cast<const Half*>(sum + j), D));
-                else for (int k = 0; k < now; ++k) x[k] = double(sum[j + k]);
+                if (now < H) for (int k = 0; k < now; ++k) x[k] = single ? double(floats[j + k]) : sum[j + k];
+                else if (single) x = __builtin_convertvector(*reinterpret_cast<const Half*>(floats + j), D);
+                else x = *reinterpret_cast<const Du*>(sum + j);
                 if (stride == 1) noise = *reinterpret_cast<const Du*>(y + j);  // there is room behind the last
                 else for (int k = 0; k < H; ++k) noise[k] = y[int64_t(j + (k < now ? k : 0)) * stride];
                 const D units = x / grid;
                 lost |= ~(I64)((units < 0x1p62) & (units > -0x1p62));
-                const Half out = __builtin_convertvector((nearest(units) + noise) * grid, Half);
-                if (now == H) *reinterpret_cast<Half*>(sum + j) = out;
-                else for (int k = 0; k < now; ++k) sum[j + k] = out[k];
+                const D out = (nearest(units) + noise) * grid;
+                if (now < H) {
+                    for (int k = 0; k < now; ++k)
+                        if (single) floats[j + k] = float(out[k]);
+                        else sum[j + k] = out[k];
+                } else if (single) {
+                    *reinterpret_cast<Half*>(floats + j) = __builtin_convertvector(out, Half);
+                } else {
+                    *reinterpret_cast<Du*>(sum + j) = out;
+                }
             }
         });
     for (int k = 0; k < H; ++k) run.bad |= lost[k] != 0;
@@ -165,10 +172,12 @@ Rule rule_of(const Run& run) {
 }
 
 template <class F>
-inline V update(Run& run, const Rule& rule, int64_t begin, int64_t end, F noise) {
+inline V update(Run& run, const Op& op, const Rule& rule, int64_t begin, int64_t end, F noise) {
     V bad = {};
+    const bool single = run.single && op.kind == LINEAR;
+    const float* floats = reinterpret_cast<const float*>(op.sum) - op.at;
     for (int64_t i = begin; i < end; i += L) {
-        V v = (load(run.sum + i) + noise(i)) * rule.per;
+        V v = ((single ? load(floats + i) : narrow(run.sum + i)) + noise(i)) * rule.per;
         V w = load(run.weights + i);
         if (rule.extras) {
             if (run.scale) v = v * load(run.scale + i) + load(run.shift + i);
@@ -190,7 +199,7 @@ inline V update(Run& run, const Rule& rule, int64_t begin, int64_t end, F noise)
 // z: the layer's noise in flat order, weight first; null: none.
 STAGE float update_op(Run& run, const Op& op, float coefficient, const float* z) {
     const Rule rule = rule_of(run);
-    if (!z) return total(update(run, rule, op.at, op.at + op.packed, [](int64_t) { return V{}; }));
+    if (!z) return total(update(run, op, rule, op.at, op.at + op.packed, [](int64_t) { return V{}; }));
     const Layer& l = *op.layer;
     const int64_t weight = run.net->unit_begin[l.unit];
     const float* zb = l.bias >= 0 ? z + (l.bias - weight) : z;
@@ -198,7 +207,7 @@ STAGE float update_op(Run& run, const Op& op, float coefficient, const float* z)
     V bad = {};
     // One packed row, or part of it, whose noise has been put in order.
     auto step = [&](int64_t at, int length) {
-        bad += update(run, rule, at, at + length, [&](int64_t i) { return coefficient * load(run.row_noise + (i - at)); });
+        bad += update(run, op, rule, at, at + length, [&](int64_t i) { return coefficient * load(run.row_noise + (i - at)); });
     };
     if (flat_rows(op)) {
         const int n = op.k - (l.bias >= 0), whole = n / L * L;
@@ -207,7 +216,7 @@ STAGE float update_op(Run& run, const Op& op, float coefficient, const float* z)
         for (int o = 0; o < l.oc; ++o, z += n) {
             const int64_t row = op.at + int64_t(o) * op.kp;
             const V tail = V((I(*reinterpret_cast<const Vu*>(z + whole)) & inside) | (I(splat(zb[o])) & last));
-            bad += update(run, rule, row, row + op.kp, [&](int64_t i) {
+            bad += update(run, op, rule, row, row + op.kp, [&](int64_t i) {
                 return coefficient * (i - row < whole ? V(*reinterpret_cast<const Vu*>(z + (i - row))) : tail);
             });
         }

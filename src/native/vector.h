@@ -28,6 +28,25 @@ typedef uint32_t U __attribute__((vector_size(L * 4), may_alias));
 typedef float Vu __attribute__((vector_size(L * 4), may_alias, aligned(4)));
 typedef uint32_t Uu __attribute__((vector_size(L * 4), may_alias, aligned(4)));
 
+// Half as many doubles in the same number of bytes: a V widens to two.
+constexpr int H = L / 2;
+typedef double D __attribute__((vector_size(H * 8), may_alias));
+typedef float Vh __attribute__((vector_size(H * 4), may_alias));
+
+static inline D widen(const float* p) { return __builtin_convertvector(*reinterpret_cast<const Vh*>(p), D); }
+static inline D widen(V x, int half) {
+    Vh parts[2];
+    __builtin_memcpy(parts, &x, sizeof x);
+    return __builtin_convertvector(parts[half], D);
+}
+static inline V narrow(const double* p) {
+    const Vh parts[2] = {__builtin_convertvector(*reinterpret_cast<const D*>(p), Vh),
+                         __builtin_convertvector(*reinterpret_cast<const D*>(p + H), Vh)};
+    V x;
+    __builtin_memcpy(&x, parts, sizeof x);
+    return x;
+}
+
 static inline V splat(float x) { return x - V{}; }
 static inline I splati(int32_t x) { return x - I{}; }
 static inline U splatu(uint32_t x) { return x - U{}; }

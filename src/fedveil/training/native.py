@@ -6,6 +6,7 @@ any number of threads; instruction sets (AVX-512, AVX2, plain) differ in roundin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,11 +66,12 @@ def train(
 ) -> LocalResult:
     """Local training of every client in `work`; see `LocalPlan` and `LocalResult`.
 
-    isa: one of `instruction_sets()`; "auto" takes the first.
+    isa: one of `instruction_sets()`; "auto" takes the first, or what FEDVEIL_INSTRUCTIONS in the environment names.
 
     Formal guarantee: as training.pool.train; noise comes from the client's key alone and is that of
     protect.noise.step_noise bit for bit.
     """
+    isa = os.environ.get("FEDVEIL_INSTRUCTIONS", "auto") if isa == "auto" else isa
     reason = why_not(module, plan)
     if reason:
         raise UserError(f"The native engine cannot be used: {reason}. Use engine = 'auto'.")
@@ -192,4 +194,5 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
         "median": plan.bound_rule == "median",
         "l2_max": plan.sensitivity == "l2-max",
         "squared": plan.loss == "squared",
+        "only_sum": plan.only_sum,
     }
