@@ -220,7 +220,7 @@ def _stack(
                 total[chosen] = part
         assert total is not None
         if noises is not None:
-            sensitivity = _sensitivity(plan, step, largest, bound_used, weights)
+            sensitivity = _sensitivity(plan, step, largest, bound_used, weights).to(dtype)
             figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
             total = noises.add(network, total, sensitivity, step, counts[:, step])
         if plan.only_sum:
@@ -267,7 +267,8 @@ class _Noise:
                 self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
             return network.encode(torch.from_numpy(self.room).to(total))
         self._draw(step, counts)
-        drawn = network.encode(torch.from_numpy(self.room)).to(total)
+        drawn = network.encode(torch.from_numpy(self.room).to(sensitivity))
+        total = total.to(drawn.dtype)  # float noise: nothing is promised of its last bits
         if sensitivity.shape[1] == 1:
             return total.addcmul_(drawn, sensitivity)
         for column, layer in enumerate(network.layout.layer_slices()):

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 Tensor = torch.Tensor
 
 
+_ROOM = 1 << 17  # float64 numbers of a temporary
 _LINE = 16  # numbers: rows of matrices begin at multiples of 64 bytes (or 128)
 
 
@@ -29,9 +30,13 @@ def padded(side: int) -> int:
 
 
 def widened(values: Tensor, ones: bool = False) -> Tensor:
-    """A fresh copy whose last axis is padded to whole lines with zeros; with `ones` a 1 comes before them."""
+    """A copy whose last axis is padded to whole lines with zeros; with `ones` a 1 comes before them. No copy where
+    the rows are lines already."""
     side = values.shape[-1]
-    out = values.new_zeros(*values.shape[:-1], padded(side + ones))
+    if side % _LINE == 0 and not ones and values.is_contiguous() and values.data_ptr() % 64 == 0:
+        return values
+    out = values.new_empty(*values.shape[:-1], padded(side + ones))
+    out[..., side:] = 0
     out[..., :side] = values
     if ones:
         out[..., side] = 1
@@ -40,7 +45,8 @@ def widened(values: Tensor, ones: bool = False) -> Tensor:
 
 def lined_weights(weights: Tensor, outputs: int, inputs: int, bias: bool) -> Tensor:
     """[K, outputs * inputs (+ outputs)] as matrices in whole lines; the bias is one more column."""
-    out = weights.new_zeros(len(weights), padded(outputs), padded(inputs + bias))
+    shape = (len(weights), padded(outputs), padded(inputs + bias))
+    out = weights.new_empty(shape) if shape[1:] == (outputs, inputs) else weights.new_zeros(shape)
     out[:, :outputs, :inputs] = weights[:, : outputs * inputs].view(-1, outputs, inputs)
     if bias:
         out[:, :outputs, inputs] = weights[:, outputs * inputs :]
@@ -115,6 +121,14 @@ def _flat(matrix: Tensor, capture: Outer) -> Tensor:
     return torch.cat([weight, matrix[..., :o, i]], -1) if capture.bias else weight
 
 
+def _write(matrix: Tensor, capture: Outer, out: Tensor) -> None:
+    """`_flat` of matrices [K, O, I] into out [K, n]."""
+    o, i = capture.outputs, capture.inputs
+    out[:, : o * i].unflatten(1, (o, i)).copy_(matrix[:, :o, :i])
+    if capture.bias:
+        out[:, o * i :] = matrix[:, :o, i]
+
+
 def size_of(values: Tensor, kind: str) -> Tensor:
     """Norms over the last axis in float64, without under- or overflow."""
     order = 1 if kind == "l1" else 2
@@ -142,8 +156,10 @@ def sum_up(capture: Outer | Given, factors: Tensor, out: Tensor) -> None:
     if isinstance(capture, Outer) and capture.a.shape[2] == 1:
         d, a = capture.d[:, :, 0].double() * factors[:, :, None], capture.a[:, :, 0].double()
         d = d.transpose(1, 2)
-        matrix = d * a if a.shape[1] == 1 else torch.bmm(d, a)
-        out.copy_(_flat(matrix, capture))
+        step = max(2, _ROOM // (d.shape[1] * a.shape[2]))  # clients whose products stay in the cache
+        for k in range(0, len(d), step):
+            one, other = d[k : k + step], a[k : k + step]
+            _write(one * other if a.shape[1] == 1 else torch.bmm(one, other), capture, out[k : k + step])
         return
     values = materialise(capture).values
     out.zero_()
@@ -158,7 +174,7 @@ def sum_plainly(capture: Outer | Given, out: Tensor) -> None:
         return
     k, b, t, i = capture.a.shape
     d, a = capture.d.reshape(k, b * t, -1).transpose(1, 2), capture.a.reshape(k, b * t, i)
-    out.copy_(_flat(d * a if b * t == 1 else torch.bmm(d, a), capture))
+    _write(d * a if b * t == 1 else torch.bmm(d, a), capture, out)
 
 
 @dataclass(frozen=True)
