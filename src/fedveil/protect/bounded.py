@@ -30,6 +30,7 @@ import numpy as np
 from fedveil.errors import UserError
 
 MARGIN = 2.0**-22  # by so much a clipped vector stays below its bound: more than all rounding before the sum
+COVERED = ("native", "stacked", "functional", "reference", "clients")  # not: graph
 SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
 BLOCK = 32  # the native engine adds so many products in float32 before they go to a float64 sum …
 NATIVE_SLACK = 2.0**-11  # … or fewer, so that this holds for batches of any size
@@ -112,7 +113,7 @@ def rounding_slack(
 ) -> float:
     """By how much (relative to the bound) rounding may widen the effect of one example on a sum.
 
-    engine: "native", or any other engine or sum of vectors in float64 ("stacked", "functional", "reference", "clients").
+    engine: one of COVERED; "clients" is a float64 sum of clipped vectors.
     examples: the most examples (or clients) that a sum can have: a fixed batch size; for Poisson batches the size of the
     client, since every example may be drawn. size: coordinates of the sum. narrowed: the sum is rounded to float32
     before it gets its noise.
@@ -123,6 +124,8 @@ def rounding_slack(
     err by (m + 3)/2 n 2**-24, twice. It takes m = 32 or as many as keep that below NATIVE_SLACK, and above n = 2048
     multiplies in float64 (n = 5: 2.4e-6, n = 32: 6.7e-5, n >= 234: 4.9e-4). Narrowing adds 2 n 2**-24.
     """
+    if engine not in COVERED:
+        raise ValueError(f"nothing is proven about the sums of engine {engine!r}; proven: {', '.join(COVERED)}")
     slack = 2.0 * examples * _accumulation(examples)
     if engine == "native":
         slack += min(NATIVE_SLACK, (min(BLOCK, examples) + 3) * examples * _UNIT32)

@@ -34,8 +34,8 @@ from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.training import dropout
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional
+from fedveil.training.torch.captures import Given, Outer, materialise, measure, sum_up
 from fedveil.training.torch.descent import Clipping, Pass
-from fedveil.training.torch.layers import Given, Outer, materialise, measure, sum_up
 from fedveil.training.torch.recurrent import gates_of
 
 _NUMBERS = 1 << 26  # numbers that the activations of a pass may take (256 MiB of float32)
@@ -396,7 +396,7 @@ class Net:
         result = self._pass(weights, x, y, mask, clipping, loss)
         if clipping.kind == "none" or result.norms is None:
             return result
-        used = descent.usable(result.loss, result.norms, mask)
+        used = descent.usable(result.loss, result.norms, mask, weights.dtype)
         return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
 
     def _pass(
