@@ -47,7 +47,7 @@ def call(path: str, data: bytes, close: bool = True) -> bytes:
             line.sendall(data)
             if close:
                 line.shutdown(socket.SHUT_WR)
-        line.settimeout(10)
+        line.settimeout(120)  # a busy machine: callers must not pile up behind the first import
         found = b""
         with contextlib.suppress(OSError):
             while part := line.recv(65536):
