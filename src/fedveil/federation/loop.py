@@ -177,6 +177,7 @@ def prepare(
     initial = flatten(module)
     sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
     engine, reason = pool.choose(module, sample, config.engine)
+    task = replace(task, setting=replace(task.setting, engine=engine))
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
 
 

@@ -25,6 +25,7 @@ class Noised:
     grid: spacing of the exact form, 0 for float noise; the spacing that is used may be finer than the one counted here.
     beside: multiplier of a further Gaussian release about the same unit in each step (a noised count), 0 if none.
     follows: why the scale that is used depends on the data, or "". Then `scale` is per unit of what it follows.
+    unproven: why the sums that are noised are not known to keep the bound in floating point, or "".
     """
 
     law: Law
@@ -40,6 +41,7 @@ class Noised:
     steps: int = 1
     beside: float = 0.0
     follows: str = ""
+    unproven: str = ""
 
     def add(self, total: np.ndarray, key: bytes, step: int = 0, times: float = 1.0) -> np.ndarray:
         """`total` with noise of `times` the scale, float64; on the grid if there is one.
@@ -75,8 +77,8 @@ class Noised:
 
     def gap(self) -> str:
         """Why the event is no guarantee about what is computed, or ""."""
-        if self.follows:
-            return self.follows
+        if self.follows or self.unproven:
+            return self.follows or self.unproven
         return FLOAT_NOISE if self.grid <= 0 else ""
 
     def _worth(self) -> Noise | None:

@@ -6,12 +6,14 @@ noised thing says about an example and about a client. Claims are read from that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Sampling, Unit
 from fedveil.privacy.ledger.entries import GROUP
+from fedveil.protect.bounded import COVERED, rounding_slack
 from fedveil.protect.noised import Noised, runs
 from fedveil.protect.sampling import Counted
 from fedveil.protect.setting import Moment, Setting
@@ -24,6 +26,7 @@ BOTH: tuple[Unit, ...] = ("example", "client")
 NO_CLIENT_LEVEL = "a promise for single examples is none for a whole client"
 SHARED = "several clients may hold one example, and their parts move together under one noise"
 RAW_GRADIENTS = "clipped or plain per-example gradients are in the client's memory without noise"
+UNPROVEN = "the {} engine's sums are not proven to keep the clip bound in floating point (docs/engines.md)"
 NO_EVENT = "the noise law states nothing about this bound"
 Scope = Literal["holder", "everyone", "single"]
 
@@ -89,22 +92,32 @@ def by_group(observer: Observer) -> Claim:
 
 
 def one(
-    recipe: Recipe, setting: Setting, now: Moment, step: int, count: float, drawn: Counted, unit: Unit = "example"
+    recipe: Recipe,
+    setting: Setting,
+    now: Moment,
+    step: int,
+    count: float,
+    drawn: Counted,
+    unit: Unit = "example",
+    slack: float = 0.0,
 ) -> Noised:
     """The noise of one step (or of the one release of a round) on a sum of `count` contributions.
 
+    slack: by how much rounding may widen the effect of one contribution on the sum (`bounded.rounding_slack`).
+
     Formal guarantee: the only place where a noise scale is made. `bound` is what one unit can move the sum by, over all
-    layers together, for the neighbours of `drawn`; `scale` is what is drawn with.
+    layers together, rounding included, for the neighbours of `drawn`; `scale` is what is drawn with.
     """
     assert recipe.law is not None
     bound, sigma = now.bounds[step], now.sigmas[step]
     base = bound if recipe.clip.bounded else 1.0
     scale, shape = recipe.law.scale(sigma, base, setting.dimension)
+    exact = recipe.fineness > 0  # float noise is not sound anyway: there the bound is the paper's
     return Noised(
         law=recipe.law,
         scale=scale * recipe.noise_on.factor(count),
         shape=shape,
-        bound=recipe.clip.joint(base, setting.layers) * drawn.reach,
+        bound=recipe.clip.joint(base, setting.layers) * drawn.reach * (1 + slack if exact else 1.0),
         norm=recipe.clip.norm,
         dimension=setting.dimension,
         grid=recipe.spacing_at(bound, sigma),
@@ -113,6 +126,17 @@ def one(
         unit=unit,
         beside=recipe.clip.rule.beside() / drawn.reach,
         follows=recipe.scale.unsound or recipe.clip.rule.unsound,
+        unproven="" if setting.engine in COVERED else UNPROVEN.format(setting.engine),
+    )
+
+
+def _sum_slack(recipe: Recipe, setting: Setting, now: Moment, size: int, narrowed: bool = False) -> float:
+    """The slack of a client's own sums over a batch: of the loosest engine, so that a promise does not depend on which ran."""
+    batches = recipe.batches
+    most = size if batches.random_size else math.ceil(batches.constant(setting.batch, size))
+    bound = min(recipe.clip.piece(bound, setting.layers) for bound in now.bounds)
+    return rounding_slack(
+        "native", max(1, most), size=setting.dimension, bound=bound, kind=recipe.clip.norm, narrowed=narrowed
     )
 
 
@@ -171,7 +195,8 @@ class InStep(Nowhere):
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         count = recipe.batches.constant(setting.batch, size)
         drawn = recipe.batches.counted(setting.batch, size)
-        return tuple(one(recipe, setting, now, step, count, drawn) for step in range(len(now.sigmas)))
+        slack = _sum_slack(recipe, setting, now, size)
+        return tuple(one(recipe, setting, now, step, count, drawn, slack=slack) for step in range(len(now.sigmas)))
 
     def raw(self, observer: Observer, recipe: Recipe) -> str:
         return RAW_GRADIENTS if observer == "client-process" and not recipe.noise_on.for_each else ""
@@ -254,7 +279,7 @@ class AtClient(Nowhere):
         # Two models in a ball may be twice its radius apart; an update may be left out.
         whole = recipe.clip.of == "weights"
         alone = Counted(Sampling("none"), "replace-one", 2.0) if whole else Counted(Sampling("none"), "zero-out")
-        return (one(recipe, setting, now, 0, 1.0, alone, "client"),)
+        return (one(recipe, replace(setting, engine="clients"), now, 0, 1.0, alone, "client"),)
 
     def says(
         self, observer: Observer, unit: Unit, recipe: Recipe, setting: Setting, now: Moment, size: int
@@ -281,8 +306,13 @@ class AtServer(Nowhere):
     scope: Scope = "everyone"
 
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
-        drawn = recipe.cohort.counted(setting.clients, setting.cohort)
-        return (one(recipe, setting, now, 0, setting.cohort, drawn, "client"),)
+        return (self._one(recipe, setting, now, 0),)
+
+    def _one(self, recipe: Recipe, setting: Setting, now: Moment, known: int) -> Noised:
+        """The noise of a round for an observer who knows the coins of so many clients."""
+        drawn = recipe.cohort.counted(setting.clients, setting.cohort, known)
+        slack = rounding_slack("clients", setting.clients)
+        return one(recipe, replace(setting, engine="clients"), now, 0, setting.cohort, drawn, "client", slack)
 
     def raw(self, observer: Observer, recipe: Recipe) -> str:
         seen: dict[Observer, str] = {
@@ -301,7 +331,7 @@ class AtServer(Nowhere):
             return [none(observer, unit, SHARED)]
         known = setting.colluders if observer == "participants" else 0
         drawn = recipe.cohort.counted(setting.clients, setting.cohort, known)
-        noised = one(recipe, setting, now, 0, setting.cohort, drawn, "client")
+        noised = self._one(recipe, setting, now, known)
         why = "noise once on the sum of clipped updates; the cohort is secret" + on_grid(recipe)
         if known and drawn != recipe.cohort.counted(setting.clients, setting.cohort):
             why += f"; {known} of the participants know their own coins"
@@ -326,7 +356,8 @@ class InSum(Nowhere):
 
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         drawn = recipe.batches.counted(setting.batch, size)
-        return (one(recipe, setting, now, 0, self.everyone(recipe, setting), drawn),)
+        slack = _sum_slack(recipe, setting, now, size, narrowed=True) + rounding_slack("clients", setting.examples)
+        return (one(recipe, setting, now, 0, self.everyone(recipe, setting), drawn, slack=slack),)
 
     def says(
         self, observer: Observer, unit: Unit, recipe: Recipe, setting: Setting, now: Moment, size: int

@@ -22,6 +22,7 @@ class Setting:
     dimension: int
     copies: int = 1  # clients that may hold the same example
     colluders: int = 1
+    engine: str = "native"  # whose sums are noised; the slack of rounding is that of the loosest proven one
 
 
 @dataclass(frozen=True)
