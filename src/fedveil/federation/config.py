@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -101,7 +101,7 @@ class RunConfig(BaseModel):
         "sound",
         description="what target_epsilon limits; nominal: the papers' own count, which protects nobody",
     )
-    client_epsilons: list[float] | None = Field(
+    client_epsilons: list[Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
         None, description="own budget of each client (repeated in turn); inf: no protection at all"
     )
     client_deltas: list[float] | None = Field(

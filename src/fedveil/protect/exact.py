@@ -530,12 +530,14 @@ def shares_multiplier(deviation: float, honest: int, bound: float, grid: float, 
 
 # ---- the noise of a plan
 
+ROOM = 2.0**-10  # by so much periods are wider than the clip bound: more than rounding can widen a sum (`bounded.rounding_slack`)
+
 
 def plan_stairs(plan: LocalPlan, step: int, sensitivity: float, count: int) -> Stairs:
     """The shape of a plan's Staircase noise: lambda = width / multiplier for `width` times the snapped bound."""
     factor = plan.expected_batch if plan.noise_on == "mean" else 1.0
     norm = "l1" if plan.noise == "joint-staircase" else plan.clip_norm
-    period = snapped_period(sensitivity * factor, plan.grid, count, norm, plan.width)
+    period = snapped_period(sensitivity * (1 + ROOM) * factor, plan.grid, count, norm, plan.width)
     lam = plan.width / plan.multipliers[step] if plan.multipliers[step] else 1.0
     return stairs(lam, max(period, 2), plan.nu, plan.noise == "joint-staircase")
 

@@ -175,7 +175,8 @@ class Staircase:
     def _stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
         """The shape for a period of `scale` grid steps, widened as the bound is by rounding."""
         width = self.width_of(count)
-        return exact.stairs(1 / shape, max(2, exact.snapped_period(scale / width, 1.0, count, norm, width)), self.nu)
+        period = exact.snapped_period(scale * (1 + exact.ROOM) / width, 1.0, count, norm, width)
+        return exact.stairs(1 / shape, max(2, period), self.nu)
 
     def deviation(self, scale: float, shape: float, dimension: int) -> float:
         named = Noise("joint-staircase", shape, norm="l1", dimension=dimension, nu=self.nu)
@@ -187,7 +188,7 @@ class Staircase:
         self, scale: float, shape: float, bound: float, norm: Norm, grid: float, dimension: int
     ) -> Noise | None:
         width = self.width_of(dimension)
-        if not math.isclose(scale, bound * width, rel_tol=1e-12):
+        if not _made_for(scale, bound * width, grid):
             return None  # a bound that the period was not made for: nothing is proven about it here
         named = Noise("staircase", shape * width, norm=norm, dimension=dimension, nu=self.nu, width=width)
         if grid <= 0:
@@ -216,17 +217,22 @@ class JointStaircase(Staircase):
         return exact.joint_staircase(key, step, count, self._stairs(scale, shape, count, norm))
 
     def _stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
-        return exact.stairs(1 / shape, max(2, exact.snapped_period(scale, 1.0, count, "l1")), self.nu, True)
+        return exact.stairs(1 / shape, max(2, exact.snapped_period(scale * (1 + exact.ROOM), 1.0, count, "l1")), self.nu, True)
 
     def worth(
         self, scale: float, shape: float, bound: float, norm: Norm, grid: float, dimension: int
     ) -> Noise | None:
-        if not math.isclose(scale, bound, rel_tol=1e-12):
+        if not _made_for(scale, bound, grid):
             return None
         named = Noise("joint-staircase", shape, norm=norm, dimension=dimension, nu=self.nu)
         if grid <= 0:
             return named
         return _sampled(named, exact.joint_error(self._stairs(scale / grid, shape, dimension, norm), dimension), 1)
+
+
+def _made_for(scale: float, bound: float, grid: float) -> bool:
+    """Is a period of `scale` (on a grid: with its room) made for moves up to `bound`, and no shorter ones?"""
+    return scale * (1 - 1e-12) <= bound <= scale * (1 + (exact.ROOM if grid > 0 else 1e-12))
 
 
 def _sampled(named: Noise, error: exact.Error, count: int) -> Noise:
