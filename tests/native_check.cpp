@@ -31,7 +31,7 @@ int main() {
     const NoiseKernels& kernels = base::noise_kernels;
     const Cipher cipher = portable_cipher();
 
-    // The numbers of tests/learning/test_noise.py.
+    // The numbers of tests/protect/test_noise.py.
     const uint32_t normal[] = {0xbf903bb3, 0x3fa5bc93, 0xbe876546}, laplace[] = {0xbe586c50, 0xbd090529, 0xc02063bc};
     const int64_t discrete[4][4] = {{-1, -2, -2, 0},
                                     {-24, -47, 17, -23},

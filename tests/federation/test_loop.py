@@ -295,3 +295,24 @@ def test_a_ledger_that_was_cut_or_taken_away_is_not_continued(tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="gone"):
         run(load_config("fed-cdp", changes), tmp_path / "run", resume=True)
+
+
+def test_the_ledger_cannot_be_used_to_test_guesses_of_data_or_cohort(tmp_path):
+    """A fingerprint is keyed: with the system's entropy the same run leaves another one, whoever was drawn."""
+    from fedveil.federation.loop import fingerprint_of, prepare
+    from fedveil.federation.round import start
+
+    config = load_config("dp-fedavg", [*SMALL, "secure_noise=true"])
+    one, other = prepare(config), prepare(config)
+    state = start(one.task, one.initial)
+    assert fingerprint_of(one, state, np.arange(2)) != fingerprint_of(other, state, np.arange(2))
+    seeded = [prepare(load_config("dp-fedavg", SMALL)) for _ in range(2)]
+    first, again = (fingerprint_of(p, start(p.task, p.initial), np.arange(2)) for p in seeded)
+    assert first == again  # a seeded run recognises its own replay
+
+
+@pytest.mark.parametrize("name", ["cuda:7", "nonsense"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, tmp_path):
+    with pytest.raises(UserError, match="device"):
+        run(load_config("fed-cdp", [*SMALL, f'device="{name}"']), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -197,3 +197,9 @@ def test_fedmed_weighs_adaptively_until_the_public_loss_rises():
     np.testing.assert_array_equal(plain.weights, expected)
     without = prepared("udp-fl-gaussian", "aggregate=fedmed", "sigma=0.1")
     assert play_round(without, start(without.task, without.initial), np.arange(4))[1]["adaptive"]
+
+
+def test_an_l1_clip_of_an_update_bounds_its_l1_norm():
+    recipe = with_changes(get("udp-fl-laplace"), {"clip.norm": "l1"})
+    clipped = clip_update(np.full(100, 0.5, np.float32), 1.0, recipe, LAYOUT)
+    assert np.abs(clipped.astype(np.float64)).sum() <= 1.0

@@ -96,7 +96,6 @@ def weights(folder: Path) -> np.ndarray:
 EQUAL = [
     ("fed-cdp", {}),
     ("fed-cdp-decay", {}),
-    ("fed-cdp-example", {}),
     ("fed-sdp", {"cohort_size": 2}),
     ("fed-sdp-client", {}),
     ("quantile-clip", {}),

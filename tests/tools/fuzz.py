@@ -1,6 +1,6 @@
 """Fuzz every byte that comes from outside: configurations, command lines, ledgers, run folders, data files.
 
-    python tests/tools/fuzz.py --count 100000 --state /tmp/fuzz.json
+    python tests/tools/fuzz.py --count 100000 --state fuzz.json
 
 Each input has a number, and the number decides it: a run that was interrupted goes on where it was, and a failure
 is repeated with --only NUMBER. What may happen: the input is accepted, or refused with `UserError` (exit code 2).

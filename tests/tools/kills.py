@@ -1,6 +1,6 @@
 """Kill simulated runs at random moments with signal 9, do the documented thing (--resume), and compare.
 
-    python tests/tools/kills.py --count 1000 --state /tmp/kills.json
+    python tests/tools/kills.py --count 1000 --state kills.json
 
 Each round of the game has a number, and the number decides it: recipe, checkpoints, how often and when it is killed.
 Interrupted, the game goes on where it was. After every run: exit code 0, the model of the run that was never killed

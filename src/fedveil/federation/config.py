@@ -33,8 +33,8 @@ GIVEN = "given:"  # in front of the name of a recipe that is a value of the call
 MOST_BYTES = 1 << 20  # of a configuration file
 MOST_TEXT = 10_000
 MOST_DEPTH = 60
-LARGEST = 1e12  # of a bound, a multiplier, a rate, a count: beyond it nothing can be computed
-SMALLEST = 1e-12
+LARGEST = 3.4e38  # of a bound, a multiplier, a rate, a count: beyond it nothing can be computed
+SMALLEST = 1e-38
 
 
 class RunConfig(BaseModel):

@@ -41,7 +41,7 @@ from fedveil.federation.round import (
     uploads_of,
     work_of,
 )
-from fedveil.keys import entropy
+from fedveil.keys import derive, entropy
 from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
@@ -115,6 +115,7 @@ def prepare(
     if front:
         dataset = features.apply(dataset, front)
     check_config(config)
+    check_device(config.device)
     recipe = config.built_recipe()
     if dealt is None:
         dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
@@ -188,6 +189,17 @@ def terms_of(config: RunConfig, clients: int) -> sums.Terms | None:
     return sums.Terms.of(clients, config.sum_threshold, config.sum_colluders)
 
 
+def check_device(name: str) -> None:
+    """Refuse a device that this machine does not have, before anything is written."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as wrong:
+        why = str(wrong).splitlines()[0] if str(wrong) else type(wrong).__name__
+        raise UserError(f"device = {name!r} cannot be used here ({why}); leave it out, or set device = cpu") from None
+
+
 def _public(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
     if dataset.x_validation is None or dataset.y_validation is None:
         return None
@@ -250,7 +262,8 @@ def play_round(
     def uploads() -> Iterator[Upload]:
         for chunk, result in train_cohort(prepared, state, now, clients, workers):
             for upload in uploads_of(task, now, state, chunk, result):
-                if task.recipe.place.open_uploads:  # where uploads carry no noise, only the sum may leave a trace
+                # Where uploads carry no noise, or nobody may link their parts, only what is merged may leave a trace.
+                if task.recipe.place.open_uploads and not task.recipe.channel.hides_reports:
                     made.update(upload.update.tobytes() if upload.bits is None else upload.bits.tobytes())
                 yield upload
             seen.append((chunk, replace(result, delta=np.empty(0))))
@@ -394,8 +407,12 @@ def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
     if ledger.header.stopping == "data":
         return
     for index in range(state.round, prepared.config.rounds):
-        later = replace(state, round=index)
-        entry = release_of(prepared, moment_of(prepared.task, later), cohort_of(prepared, index + 1))
+        now = moment_of(prepared.task, replace(state, round=index))
+        # Clients without budget would not have taken part; a budget of all would have ended the run.
+        clients, ended = affordable(prepared, ledger, now, cohort_of(prepared, index + 1))
+        if ended:
+            return
+        entry = release_of(prepared, now, clients)
         ledger.spend(replace(entry, note="not played: the stop depended on the model"), fingerprint=f"left out {index}")
 
 
@@ -557,9 +574,9 @@ def data_digest(task: Task) -> str:
 
 def fingerprint_of(prepared: Prepared, state: State, clients: np.ndarray) -> str:
     """Equal only if a replayed round is the very same release: same start, cohort, configuration, seeded noise."""
-    parts = hashlib.sha256(
-        f"{config_hash(prepared.config)} {prepared.engine} {prepared.data_digest}".encode()
-    )
+    # Keyed: whoever reads the ledger must not be able to test guesses of data or cohort against it.
+    parts = hashlib.sha256(derive(prepared.task.root, "fingerprint"))
+    parts.update(f"{config_hash(prepared.config)} {prepared.engine} {prepared.data_digest}".encode())
     parts.update(
         state.round.to_bytes(8, "little") + np.asarray(clients, np.int64).tobytes() + state.weights.tobytes()
     )

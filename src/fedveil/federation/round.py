@@ -365,7 +365,7 @@ def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout
     """
     pieces = layout.layer_slices() if recipe.clip.kind == "layer" else (slice(None),)
     limit = recipe.clip.piece(bound, len(pieces))
-    return bounded.clip_vector(update, limit, pieces)
+    return bounded.clip_vector(update, limit, pieces, recipe.clip.norm)
 
 
 def shuffled(task: Task, now: Moment, uploads: Iterator[Upload]) -> Iterator[Upload] | list[Upload]:

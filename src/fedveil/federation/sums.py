@@ -18,6 +18,7 @@ import numpy as np
 from fedveil.errors import UserError
 from fedveil.keys import derive
 from fedveil.privacy.events import Claim, Release
+from fedveil.protect.law import Gaussian
 from fedveil.protect.noise import SMOOTHING, snapped_bound
 from fedveil.protect.noised import Noised
 from fedveil.protect.place import AFTER_UPLOAD, InSum
@@ -50,7 +51,7 @@ def refusal(recipe: Recipe, clients: int, cohort: float | None) -> str:
     """Why a recipe cannot have its sum under masks, or ""."""
     if not isinstance(recipe.place, InSum):
         return "secure_sum needs noise on a sum that nobody sees in parts (where = sum)"
-    if recipe.law is None or recipe.law.name != "gaussian":
+    if not isinstance(recipe.law, Gaussian):
         return "secure_sum adds discrete Gaussian shares: mechanism = gaussian"
     if recipe.noise_on.for_each or recipe.clip.rule.beside():
         return "secure_sum releases one sum: noise_on = sum or mean, and no noised count beside it"
@@ -106,12 +107,16 @@ def promised(task: Task, now: Moment, release: Release, sizes: Mapping[int, int]
 
     Rows that are not sound (shared examples) and rows of other observers and units stay as they are.
     """
+    from fedveil.federation.round import noised_of  # which calls this module
+
     groups: dict[tuple[Claim, ...], list[int]] = {}
     for members, claims in release.groups:
         for client in members:
             (noised,) = task.recipe.place.noised(task.recipe, task.setting, now, sizes[client])
             uses = task.recipe.batches.uses(task.setting.steps, task.setting.batch, sizes[client])
-            parameters = parameters_of(task, noised, bytes(32))
+            # The integers are played with the round's own parameters; only the bound is this client's.
+            (shared,) = noised_of(task, now, -1, task.setting.examples)
+            parameters = replace(parameters_of(task, shared, bytes(32)), bound=noised.bound)
             ours = {c.observer: c for c in noise.claims(parameters, noised.relation, uses, noised.sampling)}
             own = tuple(
                 replace(ours[c.observer], scope=c.scope) if _replaced(c, noised) else c for c in claims

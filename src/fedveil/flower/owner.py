@@ -193,6 +193,11 @@ def _check_value(path: Path, key: str, value: Any) -> None:
 
 def deployable(recipe: Recipe, shuffler: bool = False) -> None:
     """UserError where Flower cannot keep what the recipe promises: the SuperLink sees each upload and its sender."""
+    if recipe.noise_on.for_each:
+        raise UserError(
+            "noise_on = example adds noise by how many examples there are: a training that fails would be told by its absence. "
+            "Use noise_on = sum"
+        )
     if recipe.place.sum_only:
         raise UserError(
             f"recipe '{recipe.name}' promises that nobody sees a part of the sum (where = sum); over Flower the server "

@@ -241,8 +241,10 @@ def own(name: str) -> Recipe:
     module, _, value = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), value)
-    except (ImportError, AttributeError) as wrong:
-        raise UserError(f"recipe '{name}': {wrong}. Is the package installed, or its folder in PYTHONPATH?") from None
+    except Exception as wrong:  # the user's own code may fail in any way
+        raise UserError(
+            f"recipe '{name}': {type(wrong).__name__}: {wrong}. Is the package installed, or its folder in PYTHONPATH?"
+        ) from None
     if not isinstance(found, Recipe):
         raise UserError(f"recipe '{name}' is a {type(found).__name__}, not a fedveil.Recipe")
     return found
