@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from own_parts import Boastful, Cautious, Silent, TwoGaussians, my_recipe, recipe
+from own_parts import Boastful, Silent, TwoGaussians, my_recipe, recipe
 
 import fedveil as fv
 from fedveil.cli import main
@@ -67,4 +67,3 @@ def test_a_recipe_is_named_from_a_file_and_only_with_the_users_word(tmp_path, mo
         main()
     assert ended.value.code in (0, None)
     assert json.loads((tmp_path / "a" / "result.json").read_text())["recipe"] == "own"
-    assert isinstance(Cautious().init(1).count, int)

@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from fedveil.errors import UserError
+from fedveil.privacy.ledger.entries import BudgetExceeded
 
 GROUPS = ("privacy", "data", "run", "plan", "attack", "report", "reproduce", "flower")
 
@@ -33,7 +34,7 @@ def main() -> None:
     """Entry point: wrong input, a full disk or a forbidden folder end with one clear line and exit code 2."""
     try:
         build()()
-    except UserError as wrong:
+    except (UserError, BudgetExceeded) as wrong:
         _end(str(wrong))
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -253,7 +253,7 @@ def train_cohort(
 def play_round(
     prepared: Prepared, state: State, clients: np.ndarray, workers: int | pool.Workers = 1
 ) -> tuple[State, dict[str, Any], dict[str, Any]]:
-    """One round for a cohort whose release is already in the ledger: (state, public facts, private facts)."""
+    """One round, of which nothing may be shown before the caller has charged it: (state, public facts, private facts)."""
     task = prepared.task
     now = moment_of(task, state)
     seen: list[tuple[list[int], LocalResult]] = []
@@ -265,11 +265,14 @@ def play_round(
                 # Where uploads carry no noise, or nobody may link their parts, only what is merged may leave a trace.
                 if task.recipe.place.open_uploads and not task.recipe.channel.hides_reports:
                     made.update(upload.update.tobytes() if upload.bits is None else upload.bits.tobytes())
+                    made.update(repr(upload.below).encode())
                 yield upload
             seen.append((chunk, replace(result, delta=np.empty(0))))
 
     following, facts = merge(task, state, now, shuffled(task, now, uploads()))
     made.update(following.weights.tobytes())
+    for name, value in sorted(following.memory().items()):  # a tracked bound is released too
+        made.update(name.encode() + value.tobytes())
     facts |= {
         "clients": len(clients),
         "sigma": now.sigmas[0],
