@@ -2,6 +2,8 @@
 
     FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.headline --results headline.jsonl [--only mnist:B:100:0.823] …
     python -m bench.headline --results headline.jsonl --show        prints docs/headline.md's table
+    python -m bench.headline --results headline.jsonl --variant "float noise"   the same runs with float32 noise (nominal)
+    python -m bench.headline --results headline.jsonl --pairs       exact against float noise, paired by seed
     python -m bench.headline --results path.jsonl --path            one choice changed at a time (MNIST, epsilon 0.823)
 
 Each line of the results is one run, found again by its name: an interrupted bench goes on where it stopped. A run is
@@ -58,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half the travel": {"travel": 0.5},
     "twice the travel": {"travel": 2.0},
 }
+FLOAT = {"float noise": {"grid": 0.0}}  # the same keys, float32 noise: what the exact noise is compared with
 
 
 def vary(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +78,8 @@ def vary(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         elif key == "batch":
             out["batch_size"] = value * out["batch_size"]
             out["protect"]["sampling"] = "poisson"
+        elif key == "grid":
+            out["protect"]["grid"] = value
         elif key == "features":
             out["features"] = value.format(components=out["features"].split("=")[1].split(",")[0])
         else:
@@ -94,10 +99,28 @@ def config_for(
     values = vary(planner.config_of(found, shape, dataset), change)
     values |= {"seed": seed, "split_seed": seed, "report": False, "diagnostics": False}
     values |= {"evaluate_every": values["rounds"], "checkpoint_every": values["rounds"]}
+    if change.get("grid") == 0:  # float noise promises nothing that sigma could be calibrated to: the exact noise's sigma
+        values["protect"] = {**values["protect"], "sigma": sigma_of(make_config(without_grid(values)))}
+        values |= {"calibrate": False, "target_epsilon": None}
     if epsilon == 0:
         values |= {"calibrate": False, "target_epsilon": None}
         values["protect"] = {**values["protect"], "sigma": 1e-9}
     return make_config(values)
+
+
+def without_grid(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with the default noise."""
+    return {**values, "protect": {k: v for k, v in values["protect"].items() if k != "grid"}}
+
+
+def sigma_of(config: Any) -> float:
+    """The noise multiplier that a configuration is calibrated to."""
+    from fedveil.federation.loop import prepare
+    from fedveil.federation.round import moment_of, start
+
+    prepared = prepare(config)
+    (sigma,) = set(moment_of(prepared.task, start(prepared.task, prepared.initial)).sigmas)
+    return sigma
 
 
 def run_one(
@@ -108,7 +131,7 @@ def run_one(
 
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        config = config_for(dataset, letter, clients, epsilon, seed, VARIANTS[variant])
+        config = config_for(dataset, letter, clients, epsilon, seed, (VARIANTS | FLOAT)[variant])
         result = run(config, Path(folder) / "run")
     (row,) = (r for r in result["ledger"] if (r["observer"], r["unit"]) == ("server", "example"))
     return {
@@ -174,11 +197,31 @@ def show(path: Path) -> None:
     for dataset, letter, clients, seeds in CASES:
         cells = []
         for budget in budgets:
-            found = [r["accuracy"] for k, r in done.items() if k[:4] == (dataset, letter, clients, budget)]
+            found = [r["accuracy"] for k, r in done.items() if (*k[:4], k[5]) == (dataset, letter, clients, budget, "as planned")]
             spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
             spread += f" ({len(found)})" if len(found) < seeds else ""
             cells.append(f"{statistics.mean(found):.4f}{spread}" if found else "not run")
         print(f"| {dataset} | {letter} | {clients} | {' | '.join(cells)} | {seeds} |")
+
+
+def pairs(path: Path) -> None:
+    """Exact noise minus float noise, paired by seed, at every budget that has both: mean and standard error."""
+    done = read(path)
+    print("| dataset | observer | clients | ε | exact | float | difference | seeds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for dataset, letter, clients, seeds in CASES:
+        for budget in BUDGETS:
+            names = [(dataset, letter, clients, budget, seed) for seed in range(seeds)]
+            found = [[done.get((*n, kind)) for kind in ("as planned", "float noise")] for n in names]
+            both = [(a["accuracy"], b["accuracy"]) for a, b in found if a and b]
+            if len(both) < 2:
+                continue
+            exact, floats = (statistics.mean(side) for side in zip(*both, strict=True))
+            error = statistics.stdev(a - b for a, b in both) / len(both) ** 0.5
+            print(
+                f"| {dataset} | {letter} | {clients} | {budget:g} | {exact:.4f} | {floats:.4f} "
+                f"| {exact - floats:+.4f} ± {error:.4f} | {len(both)} |"
+            )
 
 
 def main() -> None:
@@ -195,9 +238,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20, help="at most so many of each case")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--path", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--variant", default="as planned", choices=[*VARIANTS, *FLOAT])
     given = parser.parse_args()
     if given.path:
         walk(given.results, given.only or "BA")
+        return
+    if given.pairs:
+        pairs(given.results)
         return
     if given.show:
         show(given.results)
@@ -208,7 +256,7 @@ def main() -> None:
             if given.only and not any(name[: len(o.split(":"))] == o.split(":") for o in given.only):
                 continue
             for seed in range(min(seeds, given.seeds)):
-                do(given.results, dataset, letter, clients, budget, seed, "as planned")
+                do(given.results, dataset, letter, clients, budget, seed, given.variant)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,23 @@ def test_the_true_neighbour_is_never_excluded_by_any_arithmetic():
         assert not impossible(machine.release(total, draw), total, machine).any(), machine
 
 
+def test_a_last_byte_that_leans_is_learned_and_a_fair_one_is_not():
+    """False-alarm rate 5% for the fair bytes, at a fixed seed."""
+    rng = np.random.default_rng(2)
+    fair = [rng.integers(0, 256, (4000, 8)).astype(np.uint8) for _ in range(2)]
+    assert lowbits.learn(*fair, 1e-5, 0.05) == 0
+    leaning = fair[0].copy()
+    leaning[:, 3] &= 0xFE  # one coordinate whose last bit is always 0
+    leaning[:, 5] &= 0xFC
+    assert lowbits.learn(leaning, fair[1], 1e-5, 0.05) > 1.0
+
+
+def test_some_coordinates_are_those_that_the_unit_moves_most():
+    one = prepared("sum-cdp", {**FULL, "clip.bound": 0.1, "sigma": 20.0}, 0.0)
+    few = lowbits.neighbours(one, releases=200, coordinates=50)
+    assert few.coordinates == 50 and few.epsilon_lower > 1.0
+
+
 # (recipe, changes, releases on each side): what each observer sees of one round
 REAL = {
     "the sum": ("sum-cdp", {**FULL, "clip.bound": 0.1, "sigma": 20.0}, 300),

@@ -7,7 +7,8 @@ neighbour is excluded, with certainty and whatever epsilon was printed.
 
     Arithmetic   what the observer knows of the machine: the draw's law, float32 factors, the sum, what follows
     impossible   coordinates of a release that no draw explains around a given total
-    neighbours   many releases of a run's own first round for D and for D without one unit, real data, all coordinates
+    neighbours   many releases of a run's own first round for D and for D without one unit, real data
+    learn        the same releases without any idea of the arithmetic: is the last byte distributed otherwise?
     slots        canaries with coordinates of their own, where the total without the canary is exactly 0; any sampling
 
 The observer's model of the machine only decides how much is found. What is found is counted on real releases of the
@@ -44,7 +45,6 @@ from fedveil.federation.round import (
 from fedveil.keys import derive
 from fedveil.protect import noise
 from fedveil.protect.aggregate import Mean
-from fedveil.protect.clip import Given
 from fedveil.protect.law import Gaussian, Laplace
 from fedveil.protect.place import InSum
 from fedveil.protect.recipe import spacing
@@ -56,6 +56,7 @@ Law = Literal["normal", "laplace", "lattice", "unsnapped"]
 REACH = 6  # neighbours of the estimated draw that are tried on either side
 LARGEST_RELEASE = 200_000  # coordinates of a release that are looked at one by one
 COORDINATES = 4_000_000  # at most so many in all releases of one side
+WITNESSES = 32  # coordinates whose last bytes are learned from
 PRACTICE = 64  # releases of the observer's own making, to find out which arithmetic the machine uses
 
 
@@ -252,6 +253,7 @@ class LowBits:
     observer: str
     coordinates: int
     reason: str = ""
+    learned: float = 0.0  # what the last byte alone showed, without any idea of the arithmetic
 
     def broken(self, promised: float | None) -> bool:
         """Is a finite promise contradicted?"""
@@ -294,12 +296,14 @@ def why_not(prepared: Prepared) -> str:
     recipe, setting = prepared.task.recipe, prepared.task.setting
     if recipe.law is None:
         return "there is no additive noise"
-    if not isinstance(recipe.law, (Gaussian, Laplace)):
+    if not isinstance(recipe.law, (Gaussian, Laplace)) and not recipe.fineness:
         return f"the value set of {recipe.law.name} noise is not modelled"
     if recipe.place.in_steps and setting.steps > 1:
         return f"{setting.steps} noisy steps add up before anything leaves the client"
-    if type(recipe.clip.rule) is not Given or recipe.scale.batch:
+    if recipe.clip.rule.batch or recipe.scale.batch:
         return "the noise scale comes from the data"
+    if recipe.clip.rule.rescales:
+        return "what follows the noise has a scale of its own in each coordinate"
     if recipe.clip.of == "weights" or recipe.thin.anything or recipe.downlink_sigma:
         return "what follows the noise is not linear"
     if not recipe.place.open_uploads and (type(recipe.aggregate) is not Mean or prepared.task.server_momentum):
@@ -313,12 +317,13 @@ Releases = Callable[[bool, bytes, int], np.ndarray]
 
 def neighbours(
     prepared: Prepared, *, releases: int = 1000, delta: float | None = None, significance: float = 0.05,
-    seed: int | bytes = 0, client: int = 0,
+    seed: int | bytes = 0, client: int = 0, coordinates: int = LARGEST_RELEASE,
 ) -> LowBits:  # fmt: skip
     """Releases of the first round with one unit (an example of `client`, or the whole client) and without it.
 
     Needs batches that the observer knows (sampling = full) and one local step where examples are protected. seed keys the
-    noise: give system entropy to attack a deployment's noise.
+    noise: give system entropy to attack a deployment's noise. coordinates: at most so many are looked at, those in which
+    the neighbours' totals differ most.
     """
     why = why_not(prepared)
     recipe = prepared.task.recipe
@@ -328,7 +333,7 @@ def neighbours(
     delta = prepared.config.delta if delta is None else delta
     if why:
         return LowBits(0.0, 0, 0, 0, 0, 0, delta, significance, "", unit, observer, 0, why)
-    make, totals = _released(prepared, unit, client)
+    make, totals = _watched(*_released(prepared, unit, client), coordinates)
     practice = make(False, derive(seed, "practice"), PRACTICE)
     machine = fitting(machines(prepared, client), practice, totals[False])
     named = machine.name if machine else ""
@@ -336,21 +341,65 @@ def neighbours(
     if machine is None:
         return LowBits(0.0, 0, 0, 0, 0, 0, *facts, "no known arithmetic explains the releases")
 
+    bytes_of: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    moved = np.argsort(-np.abs(totals[True] - totals[False]), kind="stable")[:WITNESSES]
+
     def batches(inside: bool) -> Iterator[np.ndarray]:
         size = max(1, min(500, 2_000_000 // practice.shape[1]))
         for begin in range(0, releases, size):
             key = derive(seed, "with" if inside else "without", begin)
-            yield make(inside, key, min(size, releases - begin))
+            batch = make(inside, key, min(size, releases - begin))
+            bytes_of[inside].append(last_bytes(batch[:, moved]))
+            yield batch
 
     seen = count(batches(True), batches(False), totals[True], totals[False], machine)
-    lower = bound_of(seen, releases, delta, significance)
-    return LowBits(lower, releases, seen[0], seen[1], seen[2], seen[3], *facts)
+    lower = bound_of(seen, releases, delta, significance / 2)
+    learned = learn(*(np.concatenate(bytes_of[k]) for k in (True, False)), delta, significance / 2)
+    return LowBits(max(lower, learned), releases, seen[0], seen[1], seen[2], seen[3], *facts, learned=learned)
+
+
+def last_bytes(values: np.ndarray) -> np.ndarray:
+    """The eight lowest bits of each float32."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) & 0xFF).astype(np.uint8)
+
+
+def learn(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
+    """A bound from the last bytes [n, k] of releases with and without the unit: how often each byte occurs in each
+    coordinate is learned from the first half, and the likelihood ratio, above a threshold chosen there too, is tried on
+    the second half. Formal guarantee: valid at `significance`, since the second half is used once."""
+    half, place = len(inside) // 2, np.arange(inside.shape[1])
+
+    def often(found: np.ndarray) -> np.ndarray:
+        return np.log1p([np.bincount(column, minlength=256) for column in found[:half].T])
+
+    ratio = often(inside) - often(outside)
+    scores = [ratio[place, found].sum(axis=1) for found in (inside, outside)]
+    bound = clopper_pearson_bound(delta)
+
+    def tried(threshold: float, part: slice) -> float:
+        hits, false = (int((score[part] > threshold).sum()) for score in scores)
+        n = len(scores[0][part])
+        return bound(hits, n, false, n, significance, 0.0)
+
+    thresholds = np.quantile(scores[1][:half], (0.5, 0.9, 0.99, 0.999)).tolist()
+    return tried(max(thresholds, key=lambda t: tried(t, slice(None, half))), slice(half, None))
+
+
+def _watched(
+    make: Releases, totals: dict[bool, np.ndarray], most: int
+) -> tuple[Releases, dict[bool, np.ndarray]]:
+    """The same releases and totals in the `most` coordinates that the unit moves most (releases are made in full)."""
+    apart = np.abs(totals[True] - totals[False])
+    chosen = np.sort(np.argsort(-apart, kind="stable")[:most])
+    if len(chosen) == len(apart):
+        return make, totals
+    return (lambda inside, key, n: make(inside, key, n)[:, chosen]), {k: v[chosen] for k, v in totals.items()}
 
 
 def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dict[bool, np.ndarray]]:
     """The maker of releases and the noiseless totals with and without the unit."""
-    recipe = prepared.task.recipe
-    state = start(prepared.task, prepared.initial)
+    task, recipe = prepared.task, prepared.task.recipe
+    state = start(task, prepared.initial)
     rows = np.asarray(prepared.partition.rows(client))
     kept = {True: rows, False: rows[1:] if unit == "example" else rows[:0]}
     sides = {
@@ -377,22 +426,26 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
         return lambda inside, key, n: train(
             inside, plan, [derive(key, "one", k)[:16] for k in range(n)]
         ), totals
-    everybody = np.arange(prepared.partition.clients)
-    uploads = {
-        inside: _uploads(replace(prepared, task=task), everybody, state, now)
-        for inside, task in sides.items()
-    }
     if recipe.place.own_noise:
         return _client_releases(prepared, client, now, state)
+    everybody = np.arange(prepared.partition.clients)
+    uploads = {
+        inside: _uploads(replace(prepared, task=side), everybody, state, now)
+        for inside, side in sides.items()
+    }
     if unit == "client":
         uploads[False] = [u for u in uploads[False] if u.client != client]
-    totals = {inside: sum(u.update.astype(np.float64) for u in sent) for inside, sent in uploads.items()}
+    totals = {inside: np.zeros(task.layout.size) for inside in uploads}
+    for inside, sent in uploads.items():
+        for upload in sent:  # as `merge` adds them, so that one upload of the sum gives the same bits
+            totals[inside] += upload.update
 
     def merged(inside: bool, key: bytes, n: int) -> np.ndarray:
         tasks = (replace(prepared.task, root=derive(key, "one", k)) for k in range(n))
-        return np.stack([merge(t, state, now, uploads[inside])[0].weights - state.weights for t in tasks])
+        whole = [Upload(-1, totals[inside])]
+        return np.stack([merge(t, state, now, whole)[0].weights - state.weights for t in tasks])
 
-    return merged, totals  # type: ignore[return-value]
+    return merged, totals
 
 
 def _uploads(prepared: Prepared, clients: np.ndarray, state: Any, now: Any) -> list[Upload]:
