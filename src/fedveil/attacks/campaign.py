@@ -14,6 +14,7 @@ import numpy as np
 from fedveil.attacks import attribute, decoder, membership, shadows, verdicts
 from fedveil.attacks.audit import canaries, lowbits
 from fedveil.attacks.audit import plan as planning
+from fedveil.attacks.audit.coalition import audit_coalition
 from fedveil.attacks.audit.final import audit_final
 from fedveil.attacks.leakage import measure
 from fedveil.attacks.malicious import attack as malicious
@@ -179,7 +180,9 @@ def audit_run(
     run = store.open_run(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds  # a spent budget ends a run early
     rounds = min(rounds or played, played)
-    found, facts = canaries.audit(
+    # A sum under masks is judged from the seat that its promise is about: the server with its colluders.
+    judge = audit_coalition if run.config.secure_sum else canaries.audit
+    found, facts = judge(
         run.config,
         ledger=run.ledger(rounds),
         canaries=canaries_count,

@@ -19,7 +19,7 @@ import math
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,13 @@ def _bare(recipe: Recipe, unit: Unit) -> Recipe:
 
 
 def stage(
-    prepared: Prepared, canaries: int, seed: int, *, rounds: int | None = None, most: int | None = None
-) -> Staged:
+    prepared: Prepared, canaries: int, seed: int, *, rounds: int | None = None, most: int | None = None,
+    among: Sequence[int] | None = None,
+) -> Staged:  # fmt: skip
     """Build the probe: slots beside the model, canaries in place of some of the clients' rows.
 
-    rounds: how many will be played. most: how often the promise says that a client takes part at most."""
+    rounds: how many will be played. most: how often the promise says that a client takes part at most. among: the clients that
+    may host canaries (default: all)."""
     task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
     if isinstance(task.recipe.place, Reports):
         raise UserError(
@@ -177,6 +179,8 @@ def stage(
         taking_part = draw.permutation(dealt.clients)
     else:
         taking_part = _participations(prepared, rounds or task.setting.rounds, most)
+    if among is not None:
+        taking_part = taking_part[np.isin(taking_part, among)]
     if unit == "client":
         hosts = taking_part[:canaries]
     else:
@@ -438,6 +442,18 @@ def promised(
     return epsilon, status, curve
 
 
+def as_planned(prepared: Prepared, rounds: int) -> Ledger:
+    """The ledger that so many rounds would write."""
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger.create(Path(folder) / "ledger.jsonl", header_of(prepared))
+        state = start(prepared.task, prepared.initial)
+        for index in range(rounds):
+            now = moment_of(prepared.task, replace(state, round=index))
+            ledger.spend(release_of(prepared, now, cohort_of(prepared, now.number)))
+        ledger.close()
+        return ledger
+
+
 def audit(
     config: RunConfig,
     *,
@@ -459,15 +475,8 @@ def audit(
     reports = isinstance(base.task.recipe.place, Reports)
     unit, observer = unit_of(base)
     rounds = min(rounds or config.rounds, config.rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        if ledger is None:
-            ledger = Ledger.create(Path(folder) / "ledger.jsonl", header_of(base))
-            state = start(base.task, base.initial)
-            for index in range(rounds):
-                now = moment_of(base.task, replace(state, round=index))
-                ledger.spend(release_of(base, now, cohort_of(base, now.number)))
-            ledger.close()
-        epsilon, status, curve = promised(ledger, observer, unit, config.delta)
+    ledger = as_planned(base, rounds) if ledger is None else ledger
+    epsilon, status, curve = promised(ledger, observer, unit, config.delta)
     executed = prepare(practice) if practice else base
     if reports:
         scores, threshold, coins = report_scores(executed, canaries, rounds, seed), 0.5, None

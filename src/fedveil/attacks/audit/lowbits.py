@@ -298,6 +298,8 @@ def why_not(prepared: Prepared) -> str:
         return "there is no additive noise"
     if not isinstance(recipe.law, (Gaussian, Laplace)) and not recipe.fineness:
         return f"the value set of {recipe.law.name} noise is not modelled"
+    if prepared.task.secure is not None:
+        return "a sum under masks is integers with discrete noise: there are no low bits"
     if recipe.place.in_steps and setting.steps > 1:
         return f"{setting.steps} noisy steps add up before anything leaves the client"
     if recipe.clip.rule.batch or recipe.scale.batch:
