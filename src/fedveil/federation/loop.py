@@ -111,9 +111,7 @@ def prepare(
             limit=config.limit,
             **own_options,
         )
-    front = config.features or features.default(dataset)
-    if front:
-        dataset = features.apply(dataset, front)
+    dataset = with_features(dataset, config)
     check_config(config)
     check_device(config.device)
     recipe = config.built_recipe()
@@ -180,6 +178,12 @@ def prepare(
     engine, reason = pool.choose(module, sample, config.engine)
     task = replace(task, setting=replace(task.setting, engine=engine))
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
+
+
+def with_features(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The dataset behind the configuration's fixed features, or those that its kind of rows needs."""
+    front = config.features or features.default(dataset)
+    return features.apply(dataset, front) if front else dataset
 
 
 def terms_of(config: RunConfig, clients: int) -> sums.Terms | None:

@@ -428,10 +428,25 @@ def merge(
     if found.count == 0 and recipe.place.open_uploads:
         return _finish(task, state, now, state.weights, facts)
     mean, more = _mean(task, state, now, found)
-    facts |= more
+    return _moved(task, state, now, mean, found, facts | more)
+
+
+def merge_opened(
+    task: Task, state: State, now: Moment, total: np.ndarray, count: int
+) -> tuple[State, dict[str, Any]]:
+    """The server's side of a round whose sum was opened under masks: `total` has the noise of its `count` nodes in it."""
+    mean = _over_everyone(task, state, total)
+    return _moved(task, state, now, mean, _Collected(total, count), {"uploads": count})
+
+
+def _moved(
+    task: Task, state: State, now: Moment, mean: np.ndarray, found: _Collected, facts: dict[str, Any]
+) -> tuple[State, dict[str, Any]]:
+    """The next state after a step along the mean; post-processing of what was released."""
+    recipe = task.recipe
     merged = _merged(task, state, now, mean, found.kept)
     direction, memory, more = recipe.aggregate.direction(state.aggregate, merged)
-    facts |= more
+    facts = facts | more
     if task.server_momentum:
         weights, mover = task.mover.move(state.mover, state.weights, direction, task.server_learning_rate)
         state = replace(state, aggregate=memory, mover=mover)
@@ -456,9 +471,15 @@ def _mean(
         total, facts = sums.opened(task, now, noised, state.weights, updates)
     else:
         total = noised.add(found.total, derive(task.root, "server-noise", now.number)[:16])
+    return _over_everyone(task, state, total), facts
+
+
+def _over_everyone(task: Task, state: State, total: np.ndarray) -> np.ndarray:
+    """A noised sum over the number that was planned, whoever is in it; of gradients, times the learning rate."""
+    recipe, setting = task.recipe, task.setting
     if isinstance(recipe.place, InSum):
-        return total / recipe.place.everyone(recipe, setting) * learning_rate_of(task, state.round), facts
-    return total / setting.cohort, facts
+        return total / recipe.place.everyone(recipe, setting) * learning_rate_of(task, state.round)
+    return total / setting.cohort
 
 
 def _merged(task: Task, state: State, now: Moment, mean: np.ndarray, kept: Sequence[Upload]) -> Merged:

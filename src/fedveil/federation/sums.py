@@ -17,11 +17,11 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.keys import derive
-from fedveil.privacy.events import Claim, Release
+from fedveil.privacy.events import Claim, Observer, Release, Unit
 from fedveil.protect.law import Gaussian
 from fedveil.protect.noise import SMOOTHING, snapped_bound
 from fedveil.protect.noised import Noised
-from fedveil.protect.place import AFTER_UPLOAD, InSum
+from fedveil.protect.place import AtServer, InSum
 from fedveil.protect.recipe import Recipe
 from fedveil.protect.setting import Moment
 from fedveil.secure_sum import graph, noise, simulate
@@ -49,12 +49,14 @@ class Terms:
 
 def refusal(recipe: Recipe, clients: int, cohort: float | None) -> str:
     """Why a recipe cannot have its sum under masks, or ""."""
-    if not isinstance(recipe.place, InSum):
-        return "secure_sum needs noise on a sum that nobody sees in parts (where = sum)"
+    if not isinstance(recipe.place, InSum | AtServer):
+        return "secure_sum needs noise once on a sum over all clients (where = sum or where = server)"
     if not isinstance(recipe.law, Gaussian):
         return "secure_sum adds discrete Gaussian shares: mechanism = gaussian"
-    if recipe.noise_on.for_each or recipe.clip.rule.beside():
-        return "secure_sum releases one sum: noise_on = sum or mean, and no noised count beside it"
+    if recipe.noise_on.for_each or recipe.clip.rule.beside() or recipe.aggregate.looks_inside:
+        return "secure_sum releases one sum: noise_on = sum or mean, no noised count beside it, no rule that needs single uploads"
+    if not recipe.clip.bounded or recipe.clip.norm != "l2" or recipe.clip.of == "weights":
+        return "secure_sum needs updates or gradients that are clipped in l2"
     if recipe.cohort.random_size or (cohort is not None and cohort < clients):
         return "secure_sum plays with everyone on the roster: cohort = all, cohort_size unset"
     return ""
@@ -105,28 +107,47 @@ def _deviation(noised: Noised, grid: float) -> float:
 def promised(task: Task, now: Moment, release: Release, sizes: Mapping[int, int]) -> Release:
     """The release of a round with its sum under masks: rows after the upload are computed from the honest shares.
 
-    Rows that are not sound (shared examples) and rows of other observers and units stay as they are.
+    Replaced are rows that are sound with the noise in one piece, and those that are none only because the server would see
+    single uploads. Rows of other observers and units, and rows that are none for other reasons (shared examples), stay.
     """
-    from fedveil.federation.round import noised_of  # which calls this module
-
     groups: dict[tuple[Claim, ...], list[int]] = {}
     for members, claims in release.groups:
         for client in members:
-            (noised,) = task.recipe.place.noised(task.recipe, task.setting, now, sizes[client])
-            uses = task.recipe.batches.uses(task.setting.steps, task.setting.batch, sizes[client])
-            # The integers are played with the round's own parameters; only the bound is this client's.
-            (shared,) = noised_of(task, now, -1, task.setting.examples)
-            parameters = replace(parameters_of(task, shared, bytes(32)), bound=noised.bound)
-            ours = {c.observer: c for c in noise.claims(parameters, noised.relation, uses, noised.sampling)}
-            own = tuple(
-                replace(ours[c.observer], scope=c.scope) if _replaced(c, noised) else c for c in claims
-            )
-            groups.setdefault(own, []).append(client)
+            ours = _from_shares(task, now, sizes[client])
+            groups.setdefault(tuple(_better(task, c, ours) for c in claims), []).append(client)
     return replace(release, groups=tuple((tuple(members), key) for key, members in groups.items()))
 
 
-def _replaced(claim: Claim, noised: Noised) -> bool:
-    return claim.observer in AFTER_UPLOAD and claim.unit == noised.unit and claim.verdict == "sound"
+def _better(task: Task, claim: Claim, ours: Mapping[tuple[Observer, Unit], Claim]) -> Claim:
+    raw = task.recipe.place.raw(claim.observer, task.recipe)
+    replaced = claim.verdict == "sound" or (claim.verdict == "none" and raw and claim.reason == raw)
+    return ours.get((claim.observer, claim.unit), claim) if replaced else claim
+
+
+def _from_shares(task: Task, now: Moment, size: int) -> dict[tuple[Observer, Unit], Claim]:
+    """What a sum under masks says to observers after the upload about a client of `size` examples, row by row.
+
+    Only rows that the recipe's place would state soundly to someone who sees the noised sum and nothing else. The integers
+    are played with the round's own parameters; bound and neighbours are those of the row.
+    """
+    from fedveil.federation.round import noised_of  # which calls this module
+
+    recipe, setting, place = task.recipe, task.setting, task.recipe.place
+    (shared,) = noised_of(task, now, -1, setting.examples)
+    played = parameters_of(task, shared, bytes(32))
+    (noised,) = place.noised(recipe, setting, now, size)
+    uses = recipe.batches.uses(setting.steps, setting.batch, size) if noised.unit == "example" else 1
+    rows = [noised]
+    if noised.unit == "client":  # one example may turn the clipped update around
+        rows.append(replace(noised, bound=2 * noised.bound, relation="replace-one", unit="example"))
+    found: dict[tuple[Observer, Unit], Claim] = {}
+    for row in rows:
+        parameters = replace(played, bound=row.bound, unit=row.unit)
+        for claim in noise.claims(parameters, row.relation, uses, row.sampling):
+            (alone,) = place.says(claim.observer, claim.unit, recipe, setting, now, size)
+            if alone.verdict == "sound":
+                found[claim.observer, claim.unit] = replace(claim, scope=alone.scope)
+    return found
 
 
 def share_key(task: Task, now: Moment, client: int) -> bytes:

@@ -98,7 +98,7 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         if task.secure is not None:
             (noised,) = noised_of(task, now, -1, task.setting.examples)
             update, scale = sums.masked_upload(task, now, noised, state.weights, client, update)
-    if tap == "type0-sanitised" and isinstance(recipe.place, AtServer):
+    if tap == "type0-sanitised" and isinstance(recipe.place, AtServer) and task.secure is None:
         alone = replace(task.setting, cohort=1.0)  # the server's own noise on this one upload
         (noised,) = noised_of(replace(task, setting=alone), now, client, len(own))
         update = noised.add(update, derive(task.root, "server-noise", now.number)[:16]).astype(np.float32)

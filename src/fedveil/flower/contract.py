@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -109,13 +110,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class SumTerms:
+    """Under which terms a vector of this node goes into a secure sum, and whose keys its masks are for.
+
+    threshold: nodes that must survive, at least. colluders: nodes that may collude with the server, at least. The roster is
+    named by its digest (roster) or by the public key of the one who signs it (owner); it never comes from the server.
+    """
+
+    threshold: int
+    colluders: int
+    roster: str = ""
+    owner: str = ""
+
+
+@dataclass(frozen=True)
 class Contract:
     """All that the owner agreed to.
 
     epsilon: for the life of the node's ledger, all runs together; None is no limit and no promise, which an owner
     has to write out ("unlimited"). submitters: public keys of which one must have signed a request; empty: anybody
-    whom the SuperLink lets in. data None: only built-in public datasets (for trying out). legacy: read from an old
-    policy file, which names recipes without digests and the parts of them that a run may change.
+    whom the SuperLink lets in. data None: only built-in public datasets (for trying out). features: fixed features that a
+    run may put in front, letter by letter. sum: terms of secure sums; None: this node takes part in none. legacy: read from
+    an old policy file, which names recipes without digests and the parts of them that a run may change.
     """
 
     study: str
@@ -133,6 +149,8 @@ class Contract:
     secure_noise: bool = True
     legacy: bool = False
     changes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    sum: SumTerms | None = None
 
     @property
     def digest(self) -> str:
@@ -211,9 +229,45 @@ def _admit(contract: Contract, request: Request, now: float) -> Admitted:
     _within(contract.bounds, config)
     _model(contract, request)
     _data(contract, request)
-    if config.features:
-        raise Refused("features = … over Flower: put the features into the data files of nodes and server")
+    _features(contract, config.features)
+    if config.secure_sum:
+        decide_sum(contract.sum, config)
     return Admitted(recipe, submitter)
+
+
+def decide_sum(terms: SumTerms | None, config: Any) -> None:
+    """Raise `Refused` unless the run's secure sum is at least as safe as the owner asks for."""
+    from fedveil.federation.sums import Terms
+
+    if terms is None:
+        raise Refused("contract: it has no [sum] terms, so this node takes part in no secure sum (docs/contract.md)")
+    asked = Terms.of(config.clients, config.sum_threshold, config.sum_colluders)
+    if asked.threshold < terms.threshold:
+        raise Refused(
+            f"contract: a sum of {asked.threshold} nodes would be opened, at least {terms.threshold} are asked for"
+        )
+    if asked.colluders < terms.colluders:
+        raise Refused(
+            f"contract: {asked.colluders} colluding nodes are assumed, at least {terms.colluders} are asked for"
+        )
+    if 2 * asked.threshold <= config.clients + asked.colluders or asked.threshold > config.clients:
+        raise Refused(
+            f"secure sum: 2 × threshold {asked.threshold} must exceed {config.clients} nodes + {asked.colluders} colluders, "
+            "and the threshold cannot exceed the nodes"
+        )
+
+
+_OF_A_NAME = re.compile(r"(standard|scattering|unit|words|tokens)(:[^:/]*)?|backbone:[a-z0-9-]+(,(size|centre)=[a-z0-9-]+)*")
+
+
+def _features(contract: Contract, wanted: str | None) -> None:
+    """Fixed features that the owner listed; with built-in public data any that is no code or file of the server's choice."""
+    if not wanted or wanted in contract.features:
+        return
+    if contract.legacy and _OF_A_NAME.fullmatch(wanted):
+        return
+    listed = ", ".join(contract.features) or "none"
+    raise Refused(f"contract: features {limits.plain(wanted, 100)} are not allowed here ({listed} are)")
 
 
 def _submitter(contract: Contract, request: Request) -> str:
@@ -315,8 +369,9 @@ def _data(contract: Contract, request: Request) -> None:
     if config.target not in (None, data.target):
         raise Refused(f"contract: the target here is '{data.target}'; a run cannot choose another")
     classes = len(data.classes) or None
+    seen = request.shape is None or bool(config.features)  # of features: compared where they are computed
     if request.shape is not None and (
-        request.classes != classes or tuple(request.shape) != data.example_shape
+        request.classes != classes or not (seen or tuple(request.shape) == data.example_shape)
     ):
         raise Refused(
             f"contract: examples have shape {list(data.example_shape)} and {classes} classes here, the run expects "
@@ -400,6 +455,10 @@ def to_json(contract: Contract) -> dict[str, Any]:
             for k, v in asdict(contract.bounds).items()
         },
     }
+    if contract.features:
+        document["features"] = list(contract.features)
+    if contract.sum is not None:
+        document["sum"] = {k: v for k, v in asdict(contract.sum).items() if v != ""}
     if contract.data is not None:
         data = asdict(contract.data)
         data["columns"] = {name: [low, high] for name, low, high in contract.data.columns}
@@ -464,6 +523,8 @@ _TOP_MAY: dict[str, limits.Check] = {
     "models": limits.is_list(lambda v: isinstance(v, dict), 100),
     "bounds": lambda v: isinstance(v, dict),
     "data": lambda v: isinstance(v, dict),
+    "features": limits.is_list(limits.is_text(500, 1), 100),
+    "sum": lambda v: isinstance(v, dict),
 }
 
 
@@ -516,8 +577,20 @@ def from_json(value: Any) -> Contract:
         models=tuple(models),
         bounds=Bounds(**numbers),
         submitters=tuple(top.get("submitters", ())),
+        features=tuple(top.get("features", ())),
+        sum=_sum_from(top["sum"]) if "sum" in top else None,
         **rest,
     )
+
+
+def _sum_from(value: Any) -> SumTerms:
+    one = limits.fields(
+        value, "contract sum", {"threshold": limits.is_int(1, 4096), "colluders": limits.is_int(0, 4096)},
+        {"roster": limits.is_hex(32), "owner": limits.is_hex(32)},
+    )  # fmt: skip
+    if ("roster" in one) == ("owner" in one):
+        raise limits.Malformed("contract sum: give 'roster' (its digest) or 'owner' (who signs it), one of the two")
+    return SumTerms(**one)
 
 
 def _data_from(value: Any) -> Data:
@@ -610,7 +683,7 @@ def to_toml(contract: Contract) -> str:
         for item in whole[name]:
             lines += ["", f"[[{name}]]"]
             lines += [f"{key} = {toml_value(value)}" for key, value in item.items() if value not in ("", {})]
-    for name in ("bounds", "data"):
+    for name in ("bounds", "sum", "data"):
         table = dict(whole.get(name, {}))
         columns = table.pop("columns", {})
         if table:

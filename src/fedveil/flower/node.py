@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,11 @@ def answer(
             raise Refused(
                 "contract: the noise of this app could be repeated; secure_noise = true does not allow that"
             )
-        deployable(request.recipe, shuffler=bool(owner.shuffler))
+        deployable(request.recipe, shuffler=bool(owner.shuffler), secure_sum=request.config.secure_sum)
         if kind == "hello":
             said, sent = hello(request, contract, owner, kept), no_arrays
+        elif request.sum is not None:
+            said, sent = play_sum(request, contract, facts, arrays, owner, admitted.submitter, root_of, kept)
         else:
             said, sent = play(request, contract, arrays, owner, admitted.submitter, root_of, kept)
         books.audit(
@@ -111,7 +113,7 @@ def hello(request: Request, contract: Contract, owner: Owner, cache: dict[str, A
     """Say which client this is and how many records the contract states. No data is opened, unless it is public."""
     from fedveil import __version__
 
-    examples = contract.data.examples if contract.data else len(_demo(request.config, owner, cache)[1])
+    examples = contract.data.examples if contract.data else len(_demo(request.config, owner, cache).x)
     return {
         "status": "ok",
         "client": owner.client,
@@ -122,8 +124,8 @@ def hello(request: Request, contract: Contract, owner: Owner, cache: dict[str, A
     }
 
 
-def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> tuple[Any, np.ndarray]:
-    """(dataset, this node's row numbers) of a built-in, public dataset, for trying out."""
+def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> Any:
+    """This node's rows of a built-in, public dataset, for trying out."""
     key = (
         f"{owner}{config.dataset}{config.limit}{config.partition}{config.partition_options}"
         f"{config.seed}{config.split_seed}{config.validation}{config.target}{config.clients}"
@@ -146,8 +148,13 @@ def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> tuple[Any, 
             limit=config.limit,
         )
         dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
+        rows = np.asarray(dealt.rows(owner.client))
+        own = replace(
+            dataset, x=dataset.x[rows], y=dataset.y[rows], x_test=dataset.x_test[:0], y_test=dataset.y_test[:0],
+            x_validation=None, y_validation=None, groups=None, attributes={},
+        )  # fmt: skip
         cache.clear()
-        cache.update({"data key": key, "data": (dataset, np.asarray(dealt.rows(owner.client)))})
+        cache.update({"data key": key, "data": own})
     return cache["data"]
 
 
@@ -167,6 +174,45 @@ def play(
     disk in this node's ledger, within the owner's budget, before any data is opened. What goes wrong after that
     changes values only as the charged mechanism would on other data, never the form of the reply.
     """
+    coming = _coming(request, contract, arrays, owner, root_of, cache)
+    prepared, state, now = coming.prepared, coming.state, coming.now
+    recipe = coming.recipe
+    _charge(coming, request, contract, owner, submitter, root_of)
+    # From here on nothing may raise.
+    upload = _upload(prepared, state, now, request, contract, owner, cache)
+    said: Facts = {"status": "ok", "round": request.round, "client": owner.client, "ticket": request.ticket}
+    if upload.bits is None:
+        more = {} if upload.below is None else {"below": upload.below}
+        return said | more, {"update": upload.update.astype(np.float32)}
+    if not recipe.channel.hides_reports:
+        return said, {"bits": upload.bits}
+    try:
+        _to_shuffler(owner, request, upload.bits, prepared.task.layout.size)
+    except Exception:
+        books.log(owner.home, traceback.format_exc())
+    return said | {"status": "shuffled"}, {}
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A round that the contract allows, before it is charged."""
+
+    prepared: Any
+    state: State
+    now: Any
+    recipe: Any
+    release: Any
+
+
+def _coming(
+    request: Request,
+    contract: Contract,
+    arrays: Mapping[str, np.ndarray],
+    owner: Owner,
+    root_of: RootOf | None,
+    cache: dict[str, Any],
+) -> _Coming:
+    """The round as this node would play it; `Refused` where the contract does not allow its numbers."""
     from fedveil.federation.checks import first_model
     from fedveil.federation.round import moment_of, recipe_of
     from fedveil.keys import entropy
@@ -190,21 +236,96 @@ def play(
     decide_round(contract, recipe, clips, now.sigmas, now.epsilon)
     release = own_release(prepared, now, owner.client)
     decide_claims(contract, [claim for _, claims in release.groups for claim in claims])
+    return _Coming(prepared, state, now, recipe, release)
+
+
+def _charge(
+    coming: _Coming,
+    request: Request,
+    contract: Contract,
+    owner: Owner,
+    submitter: str,
+    root_of: RootOf | None,
+) -> None:
+    """The round's release in this node's ledger, or `Refused`."""
     origin = {"run": request.run, "submitter": submitter, "contract": contract.digest[:16]}
-    books.charge(owner, contract, release, secure=root_of is None, origin=origin)
-    # From here on nothing may raise.
-    upload = _upload(prepared, state, now, request, contract, owner, cache)
+    books.charge(owner, contract, coming.release, secure=root_of is None, origin=origin)
+
+
+def play_sum(
+    request: Request,
+    contract: Contract,
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    owner: Owner,
+    submitter: str,
+    root_of: RootOf | None,
+    cache: dict[str, Any],
+) -> Reply:
+    """One message of a secure sum.
+
+    Formal guarantee: that of `flower.secure_sum.answer`: one vector per attempt leaves, masked, with this node's share of
+    the noise in it, after its release is on disk in this node's ledger. Number of nodes, threshold, colluders, grid and noise
+    are worked out here from what the contract allows; the identity keys are those of the owner's roster.
+    """
+    from fedveil.federation.round import noised_of
+    from fedveil.federation.sums import parameters_of, share_key
+    from fedveil.flower import secure_sum
+    from fedveil.flower.identity import read_identity
+    from fedveil.secure_sum.parameters import Policy
+    from fedveil.secure_sum.party import Session
+
+    assert request.sum is not None and contract.sum is not None
+    run, attempt, size = bytes.fromhex(request.sum["run"]), request.sum["attempt"], request.sum["size"]
+    keys = _sum_keys(owner, contract, request.config.clients)
+    if not owner.identity:
+        raise Refused("this node has no identity key, which a secure sum needs (--node-config identity)")
+    data = arrays["message"].tobytes()[:size] if "message" in arrays else b""
+    if size != len(data) or (data and len(arrays) > 1):
+        raise Refused("request: a message of a secure sum has 'message', of as many bytes as it says; the first has the model")
+    if data:
+        arrays = secure_sum.model_kept(owner.home, run, request.round, attempt)
+    else:
+        arrays = {name: value for name, value in arrays.items() if name != "message"}
+    coming = _coming(request, contract, arrays, owner, root_of, cache)
+    task, now = coming.prepared.task, coming.now
+    (noised,) = noised_of(task, now, -1, task.setting.examples)
+    parameters = parameters_of(task, noised, secure_sum.model_of(facts, arrays))
+    session = Session(run, request.round, attempt, keys, parameters)
+    policy = Policy(colluders=contract.sum.colluders)
+    seat = secure_sum.Seat(owner.home, session, owner.client + 1, read_identity(owner.identity), policy)
+    found = secure_sum.answer(
+        seat,
+        data,
+        charge=lambda: _charge(coming, request, contract, owner, submitter, root_of),
+        values=lambda: _upload(coming.prepared, coming.state, now, request, contract, owner, cache).update,
+        noise_key=share_key(task, now, owner.client),
+    )
+    if not data:
+        secure_sum.kept(seat, arrays)
     said: Facts = {"status": "ok", "round": request.round, "client": owner.client, "ticket": request.ticket}
-    if upload.bits is None:
-        more = {} if upload.below is None else {"below": upload.below}
-        return said | more, {"update": upload.update.astype(np.float32)}
-    if not recipe.channel.hides_reports:
-        return said, {"bits": upload.bits}
+    return said, {"message": np.frombuffer(found, np.uint8)}
+
+
+def _sum_keys(owner: Owner, contract: Contract, clients: int) -> tuple[bytes, ...]:
+    """The identity keys of all nodes, in their order, from the roster that the owner agreed to."""
+    from fedveil.flower.roster import read_roster
+
+    assert contract.sum is not None
+    if not owner.roster:
+        raise Refused('this node has no roster, which a secure sum needs (--node-config roster="FILE")')
+    signer = bytes.fromhex(contract.sum.owner) if contract.sum.owner else None
     try:
-        _to_shuffler(owner, request, upload.bits, task.layout.size)
-    except Exception:
-        books.log(owner.home, traceback.format_exc())
-    return said | {"status": "shuffled"}, {}
+        roster = read_roster(owner.roster, pinned=contract.sum.roster, owner=signer)
+    except UserError as wrong:
+        books.log(owner.home, str(wrong))
+        raise Refused("the node's roster is not the one that its owner agreed to; its log says why") from None
+    if [m.number for m in roster.members] != list(range(clients)):
+        raise Refused(
+            f"secure sum: the roster has {len(roster.members)} nodes and must have exactly 0 to {clients - 1}, for everyone on "
+            "it takes part"
+        )
+    return tuple(member.identity for member in roster.members)
 
 
 def _upload(
@@ -266,20 +387,27 @@ def noise_alone(prepared: Any, state: State, now: Any, client: int) -> Upload:
 def _with_data(
     prepared: Any, request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]
 ) -> Any:
-    """The same preparation with the owner's records in it."""
-    if contract.data is None:
-        dataset, _ = _demo(request.config, owner, cache)
-        return replace(prepared, task=replace(prepared.task, x=dataset.x, y=dataset.y))
-    key = f"{contract.data} {owner.data} {_changed(owner.data)}"
+    """The same preparation with the owner's records in it, behind the run's fixed features."""
+    told = cache["data key"] if contract.data is None else f"{contract.data} {owner.data} {_changed(owner.data)}"
+    key = f"{told} {request.config.features}"
     if cache.get("records key") != key:
-        from fedveil.flower.owndata import exactly, read_rows
+        from fedveil.federation.loop import with_features
 
-        if not owner.data:
-            raise UserError('this node has no data (--node-config data="FILE")')
-        cache["records"] = exactly(read_rows(owner.data, contract.data), contract.data)
+        dataset = _demo(request.config, owner, cache) if contract.data is None else _records(contract.data, owner)
+        found = with_features(dataset, request.config)
+        cache["records"] = found.x, found.y
         cache["records key"] = key
     x, y = cache["records"]
     return replace(prepared, task=replace(prepared.task, x=x, y=y))
+
+
+def _records(data: Any, owner: Owner) -> Any:
+    """The owner's file as the contract describes it."""
+    from fedveil.flower.owndata import dataset_of, read_rows
+
+    if not owner.data:
+        raise UserError('this node has no data (--node-config data="FILE")')
+    return dataset_of(read_rows(owner.data, data), data, "contract", test=False)
 
 
 def _changed(path: str) -> str:
@@ -295,16 +423,14 @@ def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[st
     from fedveil.data.partition import Partition
     from fedveil.federation.loop import prepare
     from fedveil.flower.owndata import empty_dataset
-    from fedveil.models import nets
-    from fedveil.models.layout import layout_of
 
     config = request.config
     if contract.data is None:
-        dataset, rows = _demo(config, owner, cache)
-        if tuple(dataset.shape) != request.shape or dataset.classes != request.classes:
-            raise Refused("the run expects examples of another form than the dataset has")
+        dataset = _demo(config, owner, cache)
+        count = len(dataset.x)
+        dataset = replace(dataset, x=dataset.x[:1], y=dataset.y[:1])
     else:
-        dataset, rows = empty_dataset(contract.data), np.arange(contract.data.examples)
+        dataset, count = empty_dataset(contract.data), contract.data.examples
     key = repr((config, request.model, request.examples, request.sigma, contract, owner))
     if cache.get("task key") == key:
         return cache["task"]
@@ -312,18 +438,21 @@ def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[st
     def mine(client: int) -> np.ndarray:
         if client != owner.client:
             raise IndexError(f"client {client} is not on this node")
-        return rows
+        return np.arange(count)
 
-    dealt = Partition("node", config.clients, 1, request.examples, mine, lambda _: len(rows))
-    module = nets.build(request.model, dataset.shape, dataset.classes, config.seed, **config.model_options)
-    size = layout_of(module).size
+    dealt = Partition("node", config.clients, 1, request.examples, mine, lambda _: count)
+    # What follows needs no data: schedules, promises and the form of updates.
+    plain = config.model_copy(
+        update={"client_epsilons": None, "client_mechanisms": None, "calibrate": False, "model": request.model}
+    )
+    prepared = prepare(plain, dataset, dealt=dealt)
+    size, dataset = prepared.task.layout.size, prepared.dataset
+    if tuple(dataset.shape) != request.shape or dataset.classes != request.classes:
+        raise Refused("the run expects examples of another form than the node's data has, features included")
     if size > contract.bounds.parameters:
         raise Refused(
             f"contract: the model has {size} weights, at most {contract.bounds.parameters} are allowed"
         )
-    # What follows needs no data: schedules, promises and the form of updates.
-    plain = config.model_copy(update={"client_epsilons": None, "client_mechanisms": None, "calibrate": False})
-    prepared = prepare(plain, dataset, module, dealt=dealt)
     if request.sigma is not None:
         # A client with its own budget: the server worked the noise out; contract and ledger judge it here.
         task = replace(
@@ -348,13 +477,15 @@ def own_release(prepared: Any, now: Any, client: int) -> Any:
     without amplification by client sampling; batches it draws itself, so those count as drawn.
     """
     from fedveil.federation.round import recipe_of
+    from fedveil.federation.sums import promised
     from fedveil.privacy.events import Release
     from fedveil.protect.promise import claims
     from fedveil.protect.sampling import Everybody
 
-    recipe = replace(recipe_of(prepared.task, client), cohort=Everybody())
-    found = claims(recipe, prepared.task.setting, now, prepared.partition.size(client))
-    return Release(now.number, (((0,), tuple(found)),))
+    task, size = prepared.task, prepared.partition.size(client)
+    recipe = replace(recipe_of(task, client), cohort=Everybody())
+    alone = Release(now.number, (((0,), tuple(claims(recipe, task.setting, now, size))),))
+    return alone if task.secure is None else promised(task, now, alone, {0: size})
 
 
 def _crowd(owner: Owner) -> int:

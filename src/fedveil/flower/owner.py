@@ -13,6 +13,9 @@ part of a built-in dataset; every key is optional except `recipes` and `maximum_
     changes = ["sigma", "clip.bound"]        # parts of a recipe that a run may change
     models = ["clinic.nets:small"]           # own model functions that may be imported here
     secure_noise = true                      # refuse noise that someone could repeat
+    sum_threshold = 6                        # secure sums: nodes that must survive,
+    sum_colluders = 1                        # nodes that may collude with the server, and
+    sum_roster = "3f…"                       # the digest of the roster
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.flower import limits
-from fedveil.flower.contract import Allowed, Bounds, Contract, Model, Refused, read_contract
+from fedveil.flower.contract import Allowed, Bounds, Contract, Model, Refused, SumTerms, read_contract
 from fedveil.privacy.events import Observer, Unit
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ __all__ = ["Owner", "Policy", "Refused", "contract_of", "deployable", "owner_of"
 
 NODE_KEYS = (
     "home", "policy", "contract", "contract-digest", "contract-owner", "identity", "anchor", "data", "datasets",
-    "partition-id", "num-partitions", "trainer", "shuffler",
+    "partition-id", "num-partitions", "trainer", "shuffler", "roster",
 )  # fmt: skip
 HINT = (
     "a policy file says nothing about columns, classes and target, so the server would choose them. Write a contract: "
@@ -57,7 +60,8 @@ class Owner:
     (public key that signed it); or policy: an old policy file. client: this node's number. data: the owner's own
     file; without it the node plays part `client` of a built-in dataset (for trying out). datasets: folder of the
     built-in datasets. identity: file of the key that signs replies. anchor: second place where the head of the ledger
-    is kept. trainer: socket of the persistent trainer. shuffler: address of the shuffler.
+    is kept. trainer: socket of the persistent trainer. shuffler: address of the shuffler. roster: file of all nodes' keys,
+    for secure sums.
     """
 
     home: Path
@@ -72,6 +76,7 @@ class Owner:
     datasets: str = ""
     trainer: str = ""
     shuffler: str = ""
+    roster: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ class Policy:
     changes: tuple[str, ...] = ("sigma", "clip.bound")
     models: tuple[str, ...] = ()
     secure_noise: bool = True
+    sum_threshold: int = 0
+    sum_colluders: int = 1
+    sum_roster: str = ""
 
 
 def owner_of(node_config: Mapping[str, Any]) -> Owner:
@@ -146,6 +154,7 @@ def from_policy(policy: Policy) -> Contract:
         secure_noise=policy.secure_noise,
         legacy=True,
         changes=policy.changes,
+        sum=SumTerms(policy.sum_threshold, policy.sum_colluders, policy.sum_roster) if policy.sum_roster else None,
     )
 
 
@@ -180,6 +189,10 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         need(isinstance(value, list) and all(isinstance(v, str) for v in value), "expected a list of names")
     elif key == "maximum_epsilon" and value == "unlimited":
         pass
+    elif key == "sum_roster":
+        need(limits.is_hex(32)(value), "expected the digest of a roster, 64 hexadecimal digits")
+    elif key in ("sum_threshold", "sum_colluders"):
+        need(limits.is_int(0, 4096)(value), "expected a number of nodes")
     elif key == "secure_noise":
         need(isinstance(value, bool), "expected true or false")
     elif key in ("observer", "unit"):
@@ -191,17 +204,18 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         need(key != "delta" or 0 < value < 1, "expected a number between 0 and 1")
 
 
-def deployable(recipe: Recipe, shuffler: bool = False) -> None:
+def deployable(recipe: Recipe, shuffler: bool = False, secure_sum: bool = False) -> None:
     """UserError where Flower cannot keep what the recipe promises: the SuperLink sees each upload and its sender."""
     if recipe.noise_on.for_each:
         raise UserError(
             "noise_on = example adds noise by how many examples there are: a training that fails would be told by its absence. "
             "Use noise_on = sum"
         )
-    if recipe.place.sum_only:
+    if recipe.place.sum_only and not secure_sum:
         raise UserError(
             f"recipe '{recipe.name}' promises that nobody sees a part of the sum (where = sum); over Flower the server "
-            "sees each upload, so the promise would be none. Use a recipe with noise at the client (where = step or client)"
+            "sees each upload, so the promise would be none. Add --secure-sum (secure_sum = true), or use a recipe with noise at "
+            "the client (where = step or client)"
         )
     if recipe.channel.hides_senders and not recipe.channel.hides_reports:
         raise UserError(

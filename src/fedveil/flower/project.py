@@ -51,9 +51,8 @@ app = client_app()
 
 def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -> None:
     """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
-    deployable(config.built_recipe(), shuffler=bool(options.get("shuffler") and options.get("shuffler_key")))
-    if config.features:
-        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
+    shuffler = bool(options.get("shuffler") and options.get("shuffler_key"))
+    deployable(config.built_recipe(), shuffler=shuffler, secure_sum=config.secure_sum)
     if (folder / "pyproject.toml").exists():
         raise UserError(f"{folder} already holds a project; choose another folder")
     package = folder / "fedveil_run"

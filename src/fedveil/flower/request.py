@@ -41,11 +41,26 @@ _ROUND: dict[str, limits.Check] = {
     "round": limits.is_int(0, 10**7),
     "ticket": limits.is_int(0, 2**62),
 }
+_SUM: dict[str, limits.Check] = {
+    "run": limits.is_hex(16),
+    "attempt": limits.is_int(0, 2**32 - 1),
+    "size": limits.is_int(0, 2**30),
+}
+
+
+def _is_sum(value: Any) -> bool:
+    try:
+        return bool(limits.fields(value, "sum", _SUM))
+    except limits.Malformed:
+        return False
+
+
 _ROUND_MAY: dict[str, limits.Check] = {
     **_ALWAYS,
     "sigma": lambda v: v is None or limits.is_number(1e-6, 1e9)(v),
     "shuffler key": limits.is_hex(32),
     "group": limits.is_int(1, 65535),
+    "sum": _is_sum,
 }
 
 
@@ -72,6 +87,7 @@ class Request:
     group: int = 1
     shuffler_key: str = ""
     witness: Mapping[str, Any] | None = None
+    sum: Mapping[str, Any] | None = None  # which attempt of a secure sum a message belongs to, and its size
 
 
 def read_request(
@@ -86,6 +102,8 @@ def read_request(
     config, base, recipe = _configured(found["config"], client)
     if found.get("sigma") is not None and not config.client_epsilons:
         raise Refused("request: a noise multiplier of its own for a client needs client_epsilons")
+    if kind == "round" and config.secure_sum != ("sum" in found):
+        raise Refused("request: 'sum' says which message of a secure sum this is; it comes with secure_sum = true, and only then")
     number = found.get("round", 0)
     if number >= config.rounds:
         raise Refused(f"request: round {number} is not one of the {config.rounds} rounds of this run")
@@ -112,6 +130,7 @@ def read_request(
         group=found.get("group", 1),
         shuffler_key=found.get("shuffler key", ""),
         witness=found.get("witness"),
+        sum=found.get("sum"),
     )
 
 

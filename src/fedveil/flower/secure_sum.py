@@ -4,8 +4,8 @@ A node answers each message from its journal (`answer`): no process has to live 
 costs at most that message. Secrets of an attempt lie in `home/secure-sum/RUN/ROUND-ATTEMPT/journal` (0600) until the node
 begins a newer attempt of that run; an attempt that is not newer than the newest one begun is never begun again.
 
-The server (`collect`) plays `secure_sum.coordinator` over anything that can ask nodes and yield replies; `over_grid` asks
-over a Flower grid, `replied` is the other end in a ClientApp.
+The server (`collect`) plays `secure_sum.coordinator` over anything that can ask nodes and yield replies. `summing` asks over
+Flower and `node` answers there.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import fcntl
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedveil import keys
 from fedveil.errors import UserError
 from fedveil.flower import wire
+from fedveil.flower.request import payload
 from fedveil.secure_sum import coordinator, journal, noise, party
 from fedveil.secure_sum.coordinator import Failure, Sum
 from fedveil.secure_sum.parameters import Policy
 from fedveil.secure_sum.party import Session
 
+MEANING = ("config", "examples", "shape", "classes", "model", "data", "version", "round")
 Ask = Callable[[Mapping[int, bytes], float], Iterable[tuple[int, bytes]]]
 OnStage = Callable[[str, tuple[int, ...], float], None]
 
@@ -61,11 +61,13 @@ def answer(
     charge: Callable[[], None],
     values: Callable[[], np.ndarray],
     entropy: Callable[[], bytes] = keys.entropy,
+    noise_key: bytes | None = None,
 ) -> bytes:
     """The node's answer to one message; empty data asks for its keys. UserError: refused, with a public reason.
 
     charge: writes the attempt's release to the node's ledger, or raises UserError; called before `values`, and nothing is
-    uploaded without it. values: the node's exact sum (clipped), which may fail: then zeros take its place.
+    uploaded without it. values: the node's exact sum (clipped), which may fail: then zeros take its place. noise_key: 16
+    bytes that nobody else has and that are used for nothing else; from `entropy` unless given.
 
     Formal guarantee: at most one vector per attempt leaves, charged, with this node's share of the noise in it; a resend is
     the same bytes from the disk. Whether `values` failed changes what is in the sum, never the form of the answer.
@@ -87,12 +89,12 @@ def answer(
             raise UserError(f"secure sum refused: {move.refused}")
         if move.ready:
             charge()
-            move = party.upload(move.party, _noised(seat, values, entropy))
+            move = party.upload(move.party, _noised(seat, values, noise_key or entropy()[:16]))
         journal.append(path, move.record)
         return move.messages[0]
 
 
-def _noised(seat: Seat, values: Callable[[], np.ndarray], entropy: Callable[[], bytes]) -> np.ndarray:
+def _noised(seat: Seat, values: Callable[[], np.ndarray], key: bytes) -> np.ndarray:
     """The node's vector in grid steps, with its share of noise; zeros plus noise if there is none."""
     parameters = seat.session.parameters
     try:
@@ -101,7 +103,7 @@ def _noised(seat: Seat, values: Callable[[], np.ndarray], entropy: Callable[[], 
             exact = np.zeros(parameters.size, np.int64)
     except Exception:  # that training failed may depend on the data: nobody may see it
         exact = np.zeros(parameters.size, np.int64)
-    return exact + noise.share(parameters, entropy()[:16])
+    return exact + noise.share(parameters, key)
 
 
 @contextlib.contextmanager
@@ -114,6 +116,29 @@ def _alone(seat: Seat) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def model_of(facts: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Names all that gives the integers of a round their meaning: what the nodes are told about the run, and the model."""
+    return payload({key: facts.get(key) for key in MEANING}, {k: v for k, v in arrays.items() if k != "message"})
+
+
+def kept(seat: Seat, arrays: Mapping[str, np.ndarray]) -> None:
+    """Keep the model of an attempt that has begun for the messages that come without it."""
+    path = seat.folder / "model"
+    if not path.exists():
+        temporary = seat.folder / ".model"
+        temporary.write_bytes(wire.pack({}, arrays))
+        os.replace(temporary, path)
+
+
+def model_kept(home: Path, run: bytes, round: int, attempt: int) -> dict[str, np.ndarray]:
+    """The model of an attempt; UserError if this node has begun no such attempt."""
+    path = home / "secure-sum" / run.hex() / f"{round}-{attempt}" / "model"
+    try:
+        return wire.unpack(path.read_bytes())[1]
+    except OSError:
+        raise UserError("secure sum refused: this node has begun no such attempt") from None
 
 
 def _newer(seat: Seat) -> None:
@@ -163,6 +188,8 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
     size, reasons = 0, []
     while server.result is None:
         stage, until = server.stage, time.monotonic() + deadline
+        if on_stage:
+            on_stage(coordinator.STAGES[stage], server.missing, deadline)
         following: dict[int, bytes] = {}
         for node, data in ask(outgoing, deadline):
             size += len(data)
@@ -171,7 +198,7 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
             if step.refused:
                 reasons.append(f"node {node}: {step.refused}")
             following |= dict(step.outgoing)
-            if on_stage:
+            if on_stage and server.stage == stage:
                 left = max(0.0, until - time.monotonic())
                 on_stage(coordinator.STAGES[server.stage], server.missing, left)
             if server.stage != stage:
@@ -180,62 +207,6 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
             step = coordinator.close(server)
             server, following = step.coordinator, dict(step.outgoing)
         outgoing = following
+    if on_stage:
+        on_stage(coordinator.STAGES[server.stage], (), 0.0)
     return Collected(server.result, size, tuple(reasons))
-
-
-def over_grid(
-    grid: Any,
-    nodes: Mapping[int, int],
-    facts: Mapping[str, Any],
-    *,
-    largest: int,
-    poll: float = 0.5,
-    refusals: list[str] | None = None,
-) -> Ask:
-    """Ask nodes over a Flower grid. nodes: number on the roster -> node id. facts: told with every message.
-
-    largest: bytes that a reply may have at most. Whoever is offline, errs or refuses has not answered; `refusals` gets
-    the reasons that nodes gave.
-    """
-    from fedveil.flower.server import _replies
-
-    told = [] if refusals is None else refusals
-
-    def ask(wanted: Mapping[int, bytes], seconds: float) -> Iterator[tuple[int, bytes]]:
-        online = set(grid.get_node_ids())
-        sent = {
-            node: (nodes[node], "train", {**facts, "secure sum": len(data)}, {"message": _as_array(data)})
-            for node, data in wanted.items()
-            if nodes[node] in online
-        }
-        for node, reply, first in _replies(grid, sent, seconds, poll, Counter()):
-            if not first or reply.has_error():
-                continue
-            try:
-                said, arrays = wire.read(reply, largest)
-            except ValueError as wrong:
-                told.append(f"node {node}: {wrong}")
-                continue
-            if said.get("status") == "ok" and set(arrays) == {"message"}:
-                yield node, arrays["message"].tobytes()
-            else:
-                told.append(f"node {node}: {str(said.get('reason', 'no reason given'))[:500]}")
-
-    return ask
-
-
-def _as_array(data: bytes) -> np.ndarray:
-    return np.frombuffer(
-        data or b"\0", np.uint8
-    )  # an array has one byte at least; the facts say how many count
-
-
-def replied(message: Any, answered: Callable[[dict[str, Any], bytes], bytes]) -> Any:
-    """A ClientApp's reply to a message of `over_grid`: answered(facts, data) gives the bytes, or raises UserError."""
-    facts, arrays = wire.read(message)
-    try:
-        data = arrays["message"].tobytes()[: int(facts["secure sum"])]
-        found = answered(facts, data)
-    except UserError as why:
-        return wire.answer(message, {"status": "refused", "reason": str(why)}, {})
-    return wire.answer(message, {"status": "ok"}, {"message": np.frombuffer(found, np.uint8)})

@@ -30,7 +30,7 @@ from fedveil.federation import loop, store
 from fedveil.federation.config import RunConfig
 from fedveil.federation.loop import OnRound, Prepared
 from fedveil.federation.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
-from fedveil.flower import limits, wire
+from fedveil.flower import limits, summing, wire
 from fedveil.flower.contract import Data, read_contract
 from fedveil.flower.identity import read_identity
 from fedveil.flower.owndata import dataset_of, read_rows
@@ -38,7 +38,7 @@ from fedveil.flower.owner import deployable
 from fedveil.flower.replies import Unusable, greeting, round_reply
 from fedveil.flower.request import signed
 from fedveil.flower.roster import Roster, read_roster
-from fedveil.models import features, nets
+from fedveil.models import nets
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.place import Reports
 from fedveil.protect.setting import Moment
@@ -54,7 +54,8 @@ class Options:
     that may be skipped in a row. public: file with the server's public test data, if not the
     configuration's dataset. contract: file of the study's contract, whose [data] describes public and private rows
     alike. roster: file of the nodes' numbers and keys; replies must then be signed. identity: file of the key that
-    signs this server's requests. shuffler, shuffler_key: address, and file of the server's secret key.
+    signs this server's requests. shuffler, shuffler_key: address, and file of the server's secret key. attempts: of a secure
+    sum in one round, each charged; there `deadline` is that of each of the five stages.
     """
 
     out: str
@@ -70,6 +71,7 @@ class Options:
     shuffler: str = ""
     shuffler_key: str = ""
     group: int = 1
+    attempts: int = 1
 
 
 def options_of(values: Mapping[str, Any]) -> Options:
@@ -114,6 +116,8 @@ def parties_of(config: RunConfig, options: Options) -> Parties:
             raise UserError(
                 f"the roster has no node {missing[0]}, but the run has clients 0 to {config.clients - 1}"
             )
+    if config.secure_sum:
+        summing.check_roster(roster, config.clients)
     return Parties(data, roster, read_identity(options.identity) if options.identity else None)
 
 
@@ -152,23 +156,18 @@ def serve(
     begun = time.perf_counter()
     folder = Path(options.out)
     recipe = config.built_recipe()
-    deployable(recipe, shuffler=bool(options.shuffler and options.shuffler_key))
+    deployable(
+        recipe, shuffler=bool(options.shuffler and options.shuffler_key), secure_sum=config.secure_sum
+    )
     if config.target_accuracy is not None and config.validation <= 0:
         raise UserError("target_accuracy needs a public validation set")
-    if config.features:
-        raise UserError("features = … over Flower: put the features into the data files of nodes and server")
     parties = parties_of(config, options)
     config = config.model_copy(
         update={"secure_noise": root is None, "diagnostics": False, "checkpoint_every": 1, "report": False}
     )
     dataset = _public_dataset(config, options, parties)
-    if features.default(dataset):
-        raise UserError(
-            f"dataset '{config.dataset}' holds texts: over Flower give nodes and server files with features of them"
-        )
-    name = nets.default_model(dataset) if config.model == "auto" else config.model
     crowd = gather(grid, config, options, folder, parties)
-    prepared = prepare(config, dataset, name, crowd, root)
+    prepared = prepare(config, dataset, crowd, root)
     task = prepared.task
     state = loop.open_folder(prepared, folder, (folder / "run.json").exists(), "fedveil flower run")
     store.write_json(folder / "nodes.json", {str(c): [n, crowd.examples[c]] for c, n in crowd.node.items()})
@@ -184,7 +183,8 @@ def serve(
         def turn(state: State, now: Moment, clients: np.ndarray) -> loop.Turn:
             nonlocal skipped, crowd
             crowd = ready(grid, prepared, crowd, now, clients, options, parties)
-            following, facts, reasons = _play(
+            play = _play if task.secure is None else _play_sum
+            following, facts, reasons = play(
                 grid, prepared, ledger, state, now, clients, crowd, options, parties
             )
             _say(f"round {following.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
@@ -193,8 +193,8 @@ def serve(
                 # The round before this one is in the last checkpoint; this one stays charged.
                 why = "; ".join(reasons) or "no node answered in time"
                 raise UserError(
-                    f"stopped after round {following.round}: {skipped} rounds in a row had fewer than {options.minimum} "
-                    f"usable replies ({why}). The run is intact: run again to continue"
+                    f"stopped after round {following.round}: {skipped} rounds in a row had fewer than "
+                    f"{least_of(task, now, clients, options)} usable replies ({why}). The run is intact: run again to continue"
                 )
             public, private = _kept_apart(task, facts)
             return following, public, private
@@ -249,8 +249,35 @@ def _play(
     return following, facts, found.reasons
 
 
+def _play_sum(
+    grid: Any,
+    prepared: Prepared,
+    ledger: Ledger,
+    state: State,
+    now: Moment,
+    clients: np.ndarray,
+    crowd: Crowd,
+    options: Options,
+    parties: Parties,
+) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+    """One round whose sum is opened under masks."""
+    link = summing.Link(
+        nodes=crowd.node,
+        online=lambda: set(grid.get_node_ids()),
+        replies=lambda sent, seconds: _replies(grid, sent, seconds, options.poll, Counter()),
+        seal=lambda facts, arrays: _sealed(facts, arrays, parties),
+        roster=summing.check_roster(parties.roster, prepared.config.clients),
+    )
+    return summing.play_sum(
+        prepared, ledger, state, now, clients, link, _told(prepared, parties), Path(options.out),
+        options.deadline, max(1, int(options.attempts)), _say,
+    )  # fmt: skip
+
+
 def least_of(task: Task, now: Moment, clients: np.ndarray, options: Options) -> int:
     """Usable replies that a round needs."""
+    if task.secure is not None:
+        return task.secure.threshold
     if task.recipe.channel.hides_reports:
         return max(options.minimum, now.arrived or 0)
     return min(options.minimum, max(1, len(clients)))
@@ -288,7 +315,7 @@ def _public_dataset(config: RunConfig, options: Options, parties: Parties) -> Da
 
 
 def prepare(
-    config: RunConfig, dataset: Dataset, model: str, crowd: Crowd, root: int | bytes | None = None
+    config: RunConfig, dataset: Dataset, crowd: Crowd, root: int | bytes | None = None
 ) -> Prepared:
     """The simulator's preparation with the sizes that the nodes told."""
     sizes = [crowd.examples[client] for client in range(config.clients)]
@@ -299,8 +326,7 @@ def prepare(
     shared = config.partition in ("copies", "overlap") or "examples_per_client" in config.partition_options
     copies = config.clients if shared else 1  # nodes with data of their own are taken at their word: disjoint
     dealt = Partition("nodes", config.clients, copies, sum(sizes), nobody, lambda client: sizes[client])
-    module = nets.build(model, dataset.shape, dataset.classes, config.seed, **config.model_options)
-    prepared = loop.prepare(config, dataset, module, dealt=dealt, root=root)
+    prepared = loop.prepare(config, dataset, dealt=dealt, root=root)
     return replace(
         prepared, engine="flower", engine_reason="Engine: Flower; each node trains its own client."
     )
