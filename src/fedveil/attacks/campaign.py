@@ -205,27 +205,54 @@ def audit_run(
 
 
 def plan_audit(
-    path: Path, *, rounds: int | None = None, seed: int = 0, significance: float = 0.05, factor: float = 2.0
-) -> dict[str, Any]:
-    """How many canaries a run's audit needs to find noise that is `factor` times too small with 99%."""
+    path: Path, *, canaries_count: int = 1000, rounds: int | None = None, seed: int = 0, significance: float = 0.05,
+    factor: float = 2.0, of: planning.Of = "noise",
+) -> dict[str, Any]:  # fmt: skip
+    """How many canaries, or how many rounds, a run's audit needs to find a promise broken by `factor` with 99%.
+
+    of: what is wrong by that factor, the noise or a record's contribution (sampling rate, clip). With `rounds` given only
+    that many are planned for; else also the fewest rounds with which `canaries_count` of them (at most as many as have
+    room) are enough."""
     run = store.open_run(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
-    rounds = min(rounds or played, played)
     prepared = prepare(run.config)
     if not isinstance(prepared.task.recipe.law, Gaussian):
         raise UserError(
             "audits are planned for Gaussian noise; other laws have no plan yet. Audit with --canaries 2000."
         )
     unit, observer = canaries.unit_of(prepared)
-    epsilon, status, curve = canaries.promised(run.ledger(rounds), observer, unit, run.config.delta)
-    if epsilon is None:
-        raise UserError("nothing finite is promised to this observer: there is no audit to plan.")
-    signal = canaries.planned_signal(run.config, rounds, seed)
-    found = planning.plan(
-        signal, epsilon, rounds, curve=curve if status == "sound" else None, delta=run.config.delta, factor=factor,
-        significance=significance * (1 - BITS_SHARE),
-    )  # fmt: skip
-    return {"kind": "audit-plan", "unit": unit, "observer": observer, **asdict(found)}
+    seat = "server" if run.config.secure_sum else observer
+
+    def planned(count: int) -> tuple[planning.Plan, int]:
+        epsilon, status, curve = canaries.promised(run.ledger(count), seat, unit, run.config.delta)
+        if epsilon is None:
+            raise UserError("nothing finite is promised to this observer: there is no audit to plan.")
+        score = canaries.planned_score(run.config, count, seed)
+        found = planning.plan(
+            score.signal, epsilon, count, curve=curve if status == "sound" else None, delta=run.config.delta, factor=factor,
+            significance=significance * (1 - BITS_SHARE), of=of, spread=score.spread,
+        )  # fmt: skip
+        return found, score.room
+
+    found, room = planned(min(rounds or played, played))
+    facts: dict[str, Any] = {
+        "kind": "audit-plan",
+        "unit": unit,
+        "observer": seat,
+        "room": room,
+        **asdict(found),
+    }
+    if found.canaries is None or found.canaries > room:
+        facts["sentence"] += f" Only {room:,} have room here."
+    if rounds is None:
+        have = min(canaries_count, room)
+        counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048) if n < played] + [played]
+        plans = ((n, planned(n)[0].canaries) for n in counts)
+        enough = next((n for n, needed in plans if needed is not None and needed <= have), None)
+        facts |= {"canaries_at_hand": have, "rounds_enough": enough}
+        said = "no number of rounds that were played is" if enough is None else f"{enough} rounds are"
+        facts["sentence"] += f" With {have:,} canaries {said} enough."
+    return facts
 
 
 def audit_final_model(

@@ -217,11 +217,15 @@ def audit(
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Chooses canaries and their coins.")] = 0,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Only say how many canaries it takes to find a broken promise.")
+        bool, typer.Option("--plan", help="Only say how many canaries or rounds it takes to find a broken promise.")
     ] = False,
     factor: Annotated[
         float, typer.Option(min=1.01, help="By how much a promise is broken that must be found (--plan).")
     ] = 2.0,
+    violation: Annotated[
+        str,
+        typer.Option(help="What is wrong by that factor: noise, or one record's contribution (--plan)."),
+    ] = "noise",
     final: Annotated[
         bool, typer.Option("--final", help="Judge by the final model alone, not by every release.")
     ] = False,
@@ -245,7 +249,12 @@ def audit(
     refuse_foreign_code(open_run(run), trust_code)
     TRUSTED.set(trust_code)
     if plan:
-        needed = campaign.plan_audit(run, rounds=rounds, seed=seed, significance=significance, factor=factor)
+        if violation not in ("noise", "contribution"):
+            raise UserError(f"--violation {violation}: choose noise or contribution.")
+        needed = campaign.plan_audit(
+            run, canaries_count=canaries, rounds=rounds, seed=seed, significance=significance, factor=factor,
+            of="noise" if violation == "noise" else "contribution",
+        )  # fmt: skip
         emit(needed, as_json, lambda: print(needed["sentence"]))
         return
     if final:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedveil.attacks import campaign
 from fedveil.attacks.audit import canaries, plan
 from fedveil.attacks.audit.bounds import Scores, gaussian_delta, gaussian_epsilon, judge
 from fedveil.attacks.audit.final import audit_final
@@ -52,6 +53,17 @@ def test_a_weaker_signal_needs_more_canaries_and_a_hopeless_one_says_so():
     assert hopeless.canaries is None and "more rounds" in hopeless.sentence
 
 
+def test_sampling_spreads_included_canaries_and_so_costs_more_of_them_and_a_wrong_rate_is_planned_too():
+    promised = gaussian_epsilon(1.0, 1e-5)
+    settings = {"curve": curve_of(1.0), "significance": 0.001}
+    plain, spread = (plan.plan(1.0, promised, 1, spread=s, **settings).canaries for s in (0.0, 0.4))
+    assert plain < spread
+    wrong_rate = plan.plan(1.0, promised, 1, of="contribution", **settings)
+    assert (
+        wrong_rate.canaries is not None and "contribution" in wrong_rate.sentence and wrong_rate.power >= 0.97
+    )
+
+
 def config_of(sigma=1.0, **changes):
     values = {
         "dataset": "digits", "recipe": "fed-cdp-sound", "clients": 4, "partition": "iid", "rounds": 3, "local_steps": 1,
@@ -62,7 +74,17 @@ def config_of(sigma=1.0, **changes):
 
 def test_the_signal_of_a_run_is_known_in_advance():
     """One look at sigma 4, all rows, 16 rounds: 1 / 4 * sqrt(16)."""
-    assert canaries.planned_signal(config_of(4.0, rounds=16), 16) == pytest.approx(1.0, rel=0.02)
+    assert canaries.planned_score(config_of(4.0, rounds=16), 16).signal == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_plan_says_how_many_canaries_have_room_and_how_many_rounds_are_enough(tmp_path):
+    simulate(config_of(2.0, rounds=16), tmp_path / "run")
+    found = campaign.plan_audit(tmp_path / "run", canaries_count=500)
+    assert found["room"] == sum(n // 2 for n in (359, 359, 359, 360)) and found["canaries_at_hand"] == 500
+    assert (
+        found["rounds_enough"] in (4, 8, 16)
+        and f"{found['rounds_enough']} rounds are enough" in found["sentence"]
+    )
 
 
 def test_the_final_model_alone_betrays_too_little_noise_and_a_correct_run_is_not_accused(tmp_path):

@@ -354,11 +354,15 @@ def _units(staged: Staged, task: Task, now: Moment, client: int, size: int) -> t
     variance = sum(one.deviation**2 for one in noised)
     if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
         reach /= float(np.abs(staged.direction).sum())
+    return math.sqrt(variance) or 1.0, reach * _rate(task, client, size), batch
+
+
+def _rate(task: Task, client: int, size: int) -> float:
+    """How often a canary of a client that takes part is in what is summed up."""
+    recipe, setting = recipe_of(task, client), task.setting
     if recipe.place.target == "gradient":
-        reach *= batch / size
-    elif not recipe.place.open_uploads:
-        reach *= min(1.0, setting.cohort / setting.clients)
-    return math.sqrt(variance) or 1.0, reach, batch
+        return recipe.batches.constant(setting.batch, size) / size
+    return 1.0 if recipe.place.open_uploads else min(1.0, setting.cohort / setting.clients)
 
 
 def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> Scores:
@@ -395,26 +399,45 @@ def report_scores(executed: Prepared, canaries: int, rounds: int, seed: int) -> 
     return Scores(np.concatenate(high)[:most], np.concatenate(low)[:most])
 
 
-def planned_signal(config: RunConfig, rounds: int, seed: int = 0) -> float:
-    """What an included canary's score will be on average, in units of the promised noise, from the promise alone."""
+@dataclass(frozen=True)
+class Planned:
+    """What the promise alone says of an included canary's score, in units of the promised noise: its mean, the deviation that
+    sampling adds to it, and how many canaries have room."""
+
+    signal: float
+    spread: float
+    room: int
+
+
+def planned_score(config: RunConfig, rounds: int, seed: int = 0) -> Planned:
+    """Mean and spread of the scores that an audit of so many rounds will have."""
     prepared = prepare(config)
     staged = stage(prepared, 32, seed, rounds=rounds)
     task, hosts = prepared.task, staged.host.tolist()
-    _, observer = unit_of(prepared)
-    expected, looks = np.zeros(len(hosts)), np.zeros(len(hosts))
+    unit, observer = unit_of(prepared)
+    expected, looks, varies = np.zeros(len(hosts)), np.zeros(len(hosts)), np.zeros(len(hosts))
     state = start(task, prepared.initial)
     for index in range(rounds):
         now = moment_of(task, replace(state, round=index))
         there = set(cohort_of(prepared, now.number).tolist())
         for k, client in enumerate(hosts):
             if observer == "public" or client in there:
-                noise, signal, _ = _units(staged, task, now, client, prepared.partition.size(client))
+                size = prepared.partition.size(client)
+                noise, signal, _ = _units(staged, task, now, client, size)
+                rate, steps = _rate(task, client, size), task.setting.steps if unit == "example" else 1
                 expected[k] += signal / noise
+                varies[k] += (signal / noise) ** 2 * max(0.0, 1 / rate - 1) / steps
                 looks[k] += 1
     looked = looks > 0
     if not looked.any():
         raise UserError("no client with a canary takes part in these rounds: plan for more (--rounds).")
-    return float(np.median(expected[looked] / np.sqrt(looks[looked])))
+    clients = range(prepared.partition.clients)
+    room = len(clients) if unit == "client" else sum(prepared.partition.size(c) // 2 for c in clients)
+    return Planned(
+        float(np.median(expected[looked] / np.sqrt(looks[looked]))),
+        float(np.sqrt(np.median(varies[looked] / looks[looked]))),
+        room,
+    )
 
 
 def promised(
@@ -498,7 +521,9 @@ def audit(
         status=status,
         curve=curve if status == "sound" and not reports else None,
         independent=True,
-        gaussian=all(isinstance(recipe_of(base.task, c).law, Gaussian) for c in range(base.partition.clients)),
+        gaussian=all(
+            isinstance(recipe_of(base.task, c).law, Gaussian) for c in range(base.partition.clients)
+        ),
         reports=reports,
         significance=significance,
     )

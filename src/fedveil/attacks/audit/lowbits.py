@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from scipy.stats import binom
 
 from fedveil.attacks.audit.bounds import clopper_pearson_bound
 from fedveil.attacks.audit.canaries import Staged, stage, unit_of
@@ -270,6 +271,29 @@ def bound_of(seen: tuple[int, int, int, int], releases: int, delta: float, signi
     )
 
 
+def releases_needed(
+    share: float, promised: float, *, delta: float, significance: float, wanted: float = 0.99, most: int = 1_000_000
+) -> int | None:  # fmt: skip
+    """How many releases on each side betray float noise with probability `wanted`, if so large a share of them excludes the
+    neighbour (and none does falsely); None: not even `most`. Low bits can show no epsilon above what their number allows."""
+    bound = clopper_pearson_bound(delta)
+
+    def enough(number: int) -> bool:
+        return (
+            bound(int(binom.ppf(1 - wanted, number, share)), number, 0, number, significance, 0.0) > promised
+        )
+
+    low, high = 1, 2
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > most:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
 def count(
     releases_with: Iterator[np.ndarray], releases_without: Iterator[np.ndarray], total_with: np.ndarray,
     total_without: np.ndarray, machine: Arithmetic,
@@ -308,7 +332,9 @@ def why_not(prepared: Prepared) -> str:
         return "what follows the noise has a scale of its own in each coordinate"
     if recipe.clip.of == "weights" or recipe.thin.anything or recipe.downlink_sigma:
         return "what follows the noise is not linear"
-    if not recipe.place.open_uploads and (type(recipe.aggregate) is not Mean or prepared.task.server_momentum):
+    if not recipe.place.open_uploads and (
+        type(recipe.aggregate) is not Mean or prepared.task.server_momentum
+    ):
         return "the server's step is not linear"
     return ""
 
@@ -469,9 +495,7 @@ def _client_releases(
 
     def made(inside: bool, key: bytes, n: int) -> np.ndarray:
         tasks = (replace(task, root=derive(key, "one", k)) for k in range(n))
-        return np.stack(
-            [sanitise_update(t, now, trained[inside], client, state.weights) for t in tasks]
-        )
+        return np.stack([sanitise_update(t, now, trained[inside], client, state.weights) for t in tasks])
 
     return made, totals
 

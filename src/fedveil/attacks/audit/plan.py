@@ -1,9 +1,11 @@
 """How much an audit could find, said before it is made: power, and how many canaries or rounds it takes.
 
-A violation by a factor f: the run adds 1/f of the promised noise. Scores are in units of the promised noise; an included canary's
-signal follows from the promise (bound, sampling, rounds). Under the violation scores of both groups have deviation 1/f (plus
-the spread that sampling adds to the included ones), so the counts at the threshold are binomial, and the probability that the
-audit's own tests call such counts broken is computed, not hoped for.
+A violation by a factor f: the run adds 1/f of the promised noise, or (`of` = "contribution") lets a record add f times what was
+promised, by a wrong sampling rate or a clip that does not hold. Scores are in units of the promised noise; an included canary's
+signal follows from the promise (bound, sampling, rounds). With too little noise scores of both groups have deviation 1/f, with
+too large a contribution the included ones lie f times as far out, so the counts at the threshold are binomial, and the
+probability that the audit's own tests call such counts broken is computed, not hoped for. `spread` is the deviation that sampling
+adds to included canaries.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy.special import ndtr
@@ -26,6 +29,7 @@ from fedveil.attacks.audit.bounds import (
 from fedveil.errors import UserError
 
 MOST = 200_000  # canaries that a plan goes up to
+Of = Literal["noise", "contribution"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class Plan:
     epsilon_promised: float
     significance: float
     sentence: str
+    of: Of = "noise"
+
+
+def _rates(signal: float, factor: float, of: Of, spread: float) -> tuple[float, float]:
+    """Chances that an included and an excluded canary lie above the threshold (half the promised signal)."""
+    if of == "noise":
+        return float(ndtr(signal / 2 / math.hypot(1 / factor, spread))), float(ndtr(-signal / 2 * factor))
+    return float(ndtr((factor - 0.5) * signal / math.hypot(1, factor * spread))), float(ndtr(-signal / 2))
 
 
 def accuse(
@@ -60,14 +72,15 @@ def accuse(
 
 def power(
     canaries: int, signal: float, promised: float, *, curve: Callable[[float], float] | None = None, delta: float = 1e-5,
-    factor: float = 2.0, significance: float = 0.05, draws: int = 400, seed: int = 0,
+    factor: float = 2.0, significance: float = 0.05, of: Of = "noise", spread: float = 0.0, draws: int = 400,
+    seed: int = 0,
 ) -> float:  # fmt: skip
-    """Probability that canaries with this signal betray noise that is `factor` times too small.
+    """Probability that canaries with this signal betray a promise that is broken by `factor`.
 
     By simulation of the two counts; the one-run tests are left out, so this is a lower bound (up to the error of `draws`: a
     standard deviation of at most 0.025)."""
-    half, cut = max(1, canaries // 2), signal / 2
-    found, alarm = float(ndtr((signal - cut) * factor)), float(ndtr(-cut * factor))
+    half = max(1, canaries // 2)
+    found, alarm = _rates(signal, factor, of, spread)
     rng = np.random.default_rng(seed)
     pairs = np.stack([rng.binomial(half, found, draws), rng.binomial(half, alarm, draws)], 1)
     unique, counts = np.unique(pairs, axis=0, return_counts=True)
@@ -77,18 +90,18 @@ def power(
 
 def surely(
     canaries: int, signal: float, promised: float, *, curve: Callable[[float], float] | None = None, delta: float = 1e-5,
-    factor: float = 2.0, significance: float = 0.05, wanted: float = 0.99,
+    factor: float = 2.0, significance: float = 0.05, wanted: float = 0.99, of: Of = "noise", spread: float = 0.0,
 ) -> bool:  # fmt: skip
     """Is the power at least `wanted`? Both counts at their unlucky quantiles (half of 1 - wanted each) must still accuse."""
-    half, cut, tail = max(1, canaries // 2), signal / 2, (1 - wanted) / 2
-    tp = int(binom.ppf(tail, half, float(ndtr((signal - cut) * factor))))
-    fp = int(binom.ppf(1 - tail, half, float(ndtr(-cut * factor))))
+    half, tail = max(1, canaries // 2), (1 - wanted) / 2
+    found, alarm = _rates(signal, factor, of, spread)
+    tp, fp = int(binom.ppf(tail, half, found)), int(binom.ppf(1 - tail, half, alarm))
     return accuse(tp, fp, half, promised, curve, delta, significance)
 
 
 def plan(
     signal: float, promised: float, rounds: int, *, curve: Callable[[float], float] | None = None, delta: float = 1e-5,
-    factor: float = 2.0, significance: float = 0.05, wanted: float = 0.99,
+    factor: float = 2.0, significance: float = 0.05, wanted: float = 0.99, of: Of = "noise", spread: float = 0.0,
 ) -> Plan:  # fmt: skip
     """The smallest number of canaries with which a violation by `factor` is found with probability `wanted`."""
     if not (promised > 0 and math.isfinite(promised)):
@@ -99,22 +112,30 @@ def plan(
         "factor": factor,
         "significance": significance,
         "wanted": wanted,
+        "of": of,
+        "spread": spread,
     }
     low, high = 2, 64
     while high <= MOST and not surely(high, signal, promised, **settings):  # type: ignore[arg-type]
         low, high = high, 2 * high
     if high > MOST:
         words = (
-            f"With one canary's signal of {signal:.3g} deviations no number of canaries up to {MOST:,} finds a promise "
-            f"broken by a factor of {factor:g} with {100 * wanted:g}%: replay more rounds."
+            f"With one canary's signal of {signal:.3g} deviations no number of canaries up to {MOST:,} finds {_WRONG[of]} "
+            f"by a factor of {factor:g} with {100 * wanted:g}%: replay more rounds."
         )
-        return Plan(None, 0.0, wanted, factor, signal, rounds, promised, significance, words)
+        return Plan(None, 0.0, wanted, factor, signal, rounds, promised, significance, words, of)
     while high - low > max(2, low // 50):
         middle = (low + high) // 2
         low, high = (low, middle) if surely(middle, signal, promised, **settings) else (middle, high)  # type: ignore[arg-type]
-    got = power(high, signal, promised, curve=curve, delta=delta, factor=factor, significance=significance)
+    got = power(high, signal, promised, **{k: v for k, v in settings.items() if k != "wanted"})  # type: ignore[arg-type]
     words = (
-        f"With {high:,} canaries and {rounds} rounds a promise broken by a factor of {factor:g} would be found in at least "
+        f"With {high:,} canaries and {rounds} rounds {_WRONG[of]} by a factor of {factor:g} would be found in at least "
         f"{100 * wanted:g}% of all audits, at {100 * significance:g}% false alarms."
     )
-    return Plan(high, got, wanted, factor, signal, rounds, promised, significance, words)
+    return Plan(high, got, wanted, factor, signal, rounds, promised, significance, words, of)
+
+
+_WRONG: dict[Of, str] = {
+    "noise": "too little noise",
+    "contribution": "too large a contribution of one record",
+}

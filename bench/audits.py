@@ -1,0 +1,226 @@
+"""Does the audit keep what it says? Correct runs accused, broken ones caught with the power stated in advance.
+
+python -m bench.audits run OUT.jsonl [--correct 300] [--broken 40]     one line per audit; called again it goes on
+python -m bench.audits table OUT.jsonl                                 the table of docs/attacks.md
+
+Level 0.1% everywhere. Every setting is planned first: as many canaries as find half the noise in 99% of all audits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedveil.attacks.audit import canaries, lowbits, plan, preprocessing
+from fedveil.attacks.audit.coalition import audit_coalition
+from fedveil.attacks.campaign import BITS_SHARE
+from fedveil.attacks.membership import exact_interval
+from fedveil.data.datasets import load
+from fedveil.data.rows import fit_scale, take
+from fedveil.federation.config import RunConfig, make_config
+from fedveil.federation.loop import prepare
+
+LEVEL, FACTOR = 0.001, 2.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of run that is audited: its configuration without noise and clip, and its noise."""
+
+    values: dict[str, Any]
+    sigma: float
+
+    def config(
+        self, *, noise: float = 1.0, clip: float = 1.0, rate: float = 1.0, grid: float | None = None
+    ) -> RunConfig:
+        """noise: times the promised noise. clip: a bound so many times too large, with the noise as it was. rate: times the
+        promised sampling rate."""
+        protect: dict[str, Any] = {"sigma": self.sigma * noise / clip, "clip.bound": clip}
+        if grid is not None:
+            protect["grid"] = grid
+        batch = self.values["batch_size"] * rate
+        return make_config({**COMMON, **self.values, "batch_size": batch}, protect)
+
+
+COMMON: dict[str, Any] = {
+    "dataset": "digits",
+    "partition": "iid",
+    "local_steps": 1,
+    "learning_rate": 0.1,
+    "report": False,
+}
+SETTINGS = {
+    "uploads, all records": Setting(
+        {"recipe": "fed-cdp-sound", "model": "papers-mlp", "clients": 4, "rounds": 4, "batch_size": 1000.0}, 1.7
+    ),
+    "uploads, sampled": Setting(
+        {"recipe": "fed-cdp-sound", "model": "papers-mlp", "clients": 4, "rounds": 60, "batch_size": 120.0}, 2.0
+    ),
+    "sum, sampled": Setting(
+        {"recipe": "sum-cdp", "model": "logistic", "clients": 6, "rounds": 60, "batch_size": 80.0}, 2.0
+    ),
+    "whole clients": Setting(
+        {"recipe": "fed-sdp-client", "model": "logistic", "clients": 450, "rounds": 4, "batch_size": 3.0, "cohort_size": None},
+        1.3,
+    ),
+    "sum under masks, coalition": Setting(
+        {"recipe": "sum-cdp", "model": "logistic", "clients": 6, "rounds": 2, "batch_size": 1000.0, "secure_sum": True,
+         "sum_threshold": 5, "sum_colluders": 1}, 1.1
+    ),
+}  # fmt: skip
+BROKEN: dict[str, dict[str, float]] = {
+    "half the noise": {"noise": 0.5},
+    "no clipping": {"clip": 30.0},
+    "twice the sampling rate": {"rate": 2.0},
+}
+
+
+def planned(name: str) -> plan.Plan:
+    """How many canaries find half the noise in 99% of all audits of a setting."""
+    config = SETTINGS[name].config()
+    prepared = prepare(config)
+    unit, observer = canaries.unit_of(prepared)
+    ledger = canaries.as_planned(prepared, config.rounds)
+    seat = "server" if config.secure_sum else observer
+    epsilon, _, curve = canaries.promised(ledger, seat, unit, config.delta)
+    assert epsilon is not None
+    score = canaries.planned_score(config, config.rounds)
+    found = plan.plan(score.signal, epsilon, config.rounds, curve=curve, delta=config.delta, factor=FACTOR,
+                      significance=LEVEL * (1 - BITS_SHARE), spread=score.spread)  # fmt: skip
+    assert found.canaries is not None and found.canaries <= score.room, (name, found, score)
+    return found
+
+
+def audited(name: str, count: int, seed: int, how: dict[str, float]) -> dict[str, Any]:
+    """One whole audit as `fedveil audit` makes it: canaries, then low bits, against the promise of the correct run."""
+    setting = SETTINGS[name]
+    config, practice = setting.config(), setting.config(**how) if how else None
+    promised = canaries.as_planned(prepare(config), config.rounds)
+    judge = audit_coalition if config.secure_sum else canaries.audit
+    found, _ = judge(config, ledger=promised, practice=practice, canaries=count, seed=seed,
+                     significance=LEVEL * (1 - BITS_SHARE))  # fmt: skip
+    executed = prepare((practice or config).model_copy(update={"seed": seed}))
+    bits = lowbits.look(executed, units=200, significance=LEVEL * BITS_SHARE, seed=seed)
+    once, _, _ = canaries.promised(
+        canaries.as_planned(prepare(config), 1), bits.observer, bits.unit, config.delta
+    )  # type: ignore[arg-type]
+    return {"accused": found.verdict == "promise broken" or bits.broken(once), "shown": found.epsilon_lower,
+            "promised": found.epsilon_promised, "canaries": count}  # fmt: skip
+
+
+def float_bits(name: str, releases: int, seed: int) -> dict[str, Any]:
+    """Low bits of float noise where exact noise was promised."""
+    setting = SETTINGS[name]
+    config = setting.config()
+    found = lowbits.look(
+        prepare(setting.config(grid=0.0)), units=releases, significance=LEVEL * BITS_SHARE, seed=seed
+    )
+    once, _, _ = canaries.promised(
+        canaries.as_planned(prepare(config), 1), found.observer, found.unit, config.delta
+    )  # type: ignore[arg-type]
+    share = found.with_excludes_without / max(1, found.releases)
+    return {"accused": found.broken(once), "shown": found.epsilon_lower, "promised": once, "share": share,
+            "canaries": found.releases}  # fmt: skip
+
+
+def leaking(dataset: str, fitted: bool, seed: int) -> dict[str, Any]:
+    """Preparation of a dataset's rows, row by row or fitted on them; 200 rows by seed."""
+    whole = load(dataset)
+    rows = np.random.default_rng(seed).choice(len(whole.x), 200, replace=False)
+
+    def prepared(x: np.ndarray) -> np.ndarray:
+        if not fitted:
+            return x
+        from dataclasses import replace
+
+        few = take(whole, rows)
+        return fit_scale(replace(few, x=x, y=np.zeros(len(x), whole.y.dtype))).x
+
+    moved = preprocessing.moved_by_a_stranger(prepared, whole.x[rows])
+    return {"accused": moved > 1e-6, "shown": moved, "promised": 0.0, "canaries": 200}
+
+
+def jobs(correct: int, broken: int) -> Iterator[tuple[str, str, int, Callable[[], dict[str, Any]]]]:
+    """(what, setting, seed, how to do it) of every audit."""
+    needed: dict[str, int] = {}
+
+    def count(name: str) -> int:
+        if name not in needed:
+            found = planned(name)
+            print(f"{name}: {found.sentence}", flush=True)
+            needed[name] = found.canaries or 10_000
+        return needed[name]
+
+    names = list(SETTINGS)
+    for seed in range(correct):
+        name = names[seed % len(names)]
+        yield "correct", name, 1000 + seed, lambda n=name, s=1000 + seed: audited(n, count(n), s, {})
+    for what, how in BROKEN.items():
+        for name in names:
+            if "rate" in how and "sampled" not in name:
+                continue
+            for seed in range(broken):
+                yield what, name, seed, lambda n=name, s=seed, h=how: audited(n, count(n), s, h)
+    for name in ("uploads, all records",):
+        share = float_bits(name, 400, 999)["share"]  # a pilot that is not counted
+        config = SETTINGS[name].config()
+        once, _, _ = canaries.promised(
+            canaries.as_planned(prepare(config), 1), "server", "example", config.delta
+        )
+        number = lowbits.releases_needed(
+            share, float(once or 0), delta=config.delta, significance=LEVEL * BITS_SHARE / 2
+        )
+        print(
+            f"float noise, {name}: {share:.2f} of the releases excluded in a pilot; {number} releases needed",
+            flush=True,
+        )
+        for seed in range(broken):
+            yield "float noise", name, seed, lambda n=name, s=seed, k=number or 4000: float_bits(n, k, s)
+    for dataset in ("cancer", "digits"):
+        for seed in range(broken):
+            if dataset == "cancer":
+                yield "leaking preparation", dataset, seed, lambda d=dataset, s=seed: leaking(d, True, s)
+            yield "correct preparation", dataset, seed, lambda d=dataset, s=seed: leaking(d, False, s)
+
+
+def run(out: Path, correct: int, broken: int) -> None:
+    done = (
+        {tuple(json.loads(line)["job"]) for line in out.read_text().splitlines()} if out.exists() else set()
+    )
+    with out.open("a") as file:
+        for what, name, seed, make in jobs(correct, broken):
+            if (what, name, seed) not in done:
+                file.write(json.dumps({"job": [what, name, seed], **make()}, default=float) + "\n")
+                file.flush()
+
+
+def table(out: Path) -> None:
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    for what in dict.fromkeys(line["job"][0] for line in lines):
+        for name in dict.fromkeys(line["job"][1] for line in lines if line["job"][0] == what):
+            mine = [line for line in lines if line["job"][:2] == [what, name]]
+            hits = sum(line["accused"] for line in mine)
+            low, high = exact_interval(hits, len(mine))
+            print(
+                f"| {what} | {name} | {mine[0]['canaries']} | {hits} of {len(mine)} [{low:.3f}, {high:.3f}] |"
+            )
+    right = [line for line in lines if line["job"][0] == "correct"]
+    print(f"accused of {len(right)} correct runs: {sum(line['accused'] for line in right)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["run", "table"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--correct", type=int, default=300)
+    parser.add_argument("--broken", type=int, default=40)
+    asked = parser.parse_args()
+    run(asked.out, asked.correct, asked.broken) if asked.command == "run" else table(asked.out)
