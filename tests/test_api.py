@@ -98,16 +98,11 @@ def _seeded():
     return net()
 
 
-def test_protect_trains_one_module_without_federation(tmp_path):
-    result = fv.protect(
-        net(),
-        *blobs(),
-        recipe="dp-dynsigma",
-        steps=20,
-        batch_size=32,
-        learning_rate=0.5,
-        out=tmp_path / "run",
-    )
+def test_protect_still_trains_one_module_and_names_its_successor(tmp_path):
+    with pytest.warns(DeprecationWarning, match="make_private"):
+        result = fv.protect(
+            net(), *blobs(), recipe="dp-dynsigma", steps=20, batch_size=32, learning_rate=0.5, out=tmp_path / "run"
+        )
     assert result.facts["rounds"] == 10
     assert result.epsilon("public", "example") > 0
 

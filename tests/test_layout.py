@@ -21,6 +21,7 @@ ORDER = [
     ("attacks",),
     ("report", "studies"),
     ("ui", "api"),
+    ("lightning", "huggingface"),
     ("cli", "__main__", "__init__"),
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

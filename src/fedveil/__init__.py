@@ -34,6 +34,8 @@ _PUBLIC = {
     "recipes": "fedveil.api",
     "run": "fedveil.api",
     "resume": "fedveil.api",
+    "make_private": "fedveil.api",
+    "Private": "fedveil.federation.own_loop",
     "protect": "fedveil.api",
     "Result": "fedveil.api",
     "check_practice": "fedveil.federation.practice",
@@ -48,7 +50,7 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def protect(*args: Any, **options: Any) -> Any:  # type: ignore[no-redef]
-    """`fedveil.api.protect`: train one module on one table or set of images, without a federation."""
+    """Deprecated: `make_private` in your own loop, or `run(recipe, data=…, model=…, clients=1)`."""
     from fedveil.api import protect as real
 
     return real(*args, **options)

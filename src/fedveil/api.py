@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fedveil.data.datasets import Dataset
 from fedveil.errors import UserError
-from fedveil.federation import loop
+from fedveil.federation import loop, own_loop
 from fedveil.federation.config import GIVEN, load_config, make_config, trusting_code
 from fedveil.federation.loop import OnRound
+from fedveil.federation.own_loop import Private
 from fedveil.federation.store import open_run
 from fedveil.models.layout import layout_of, load
 from fedveil.privacy.schedules import Schedule
@@ -132,10 +136,7 @@ def run(
 
     on_round(facts) is called after every round. resume=True continues the run in `out`.
     """
-    changes = {
-        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value
-        for key, value in settings.items()
-    }
+    changes = _dotted(settings)
     own = data if isinstance(data, Dataset) else None
     if own is None and data is not None:
         changes["dataset"] = str(data)
@@ -149,7 +150,7 @@ def run(
     else:
         with trusting_code():  # whoever calls this runs code already
             config = load_config(name, changes)
-    folder = Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
+    folder = _folder(out)
     with trusting_code():
         facts = loop.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
         return _result(folder, facts, config, own, module)
@@ -171,6 +172,51 @@ def resume(
         return _result(Path(path), facts, config, data, model)
 
 
+def make_private(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader,
+    *,
+    recipe: str | Recipe = "fed-cdp-sound",
+    loss: Any = "cross-entropy",
+    epsilon: float | None = None,
+    delta: float = 1e-5,
+    epochs: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    seed: int | None = None,
+    **changes: Any,
+) -> Private:
+    """Make your own training loop private: batches from `private.loader`, gradients from `private.backward(batch)`, then
+    `optimizer.step()` as ever, with any optimiser and schedule.
+
+    recipe: one that noises sums of per-example gradients, changed by keywords (sigma=1.0, clip_bound=1.0). epsilon with epochs
+    or steps: the noise is calibrated for them and the loop stops before the budget is exceeded. loss: "cross-entropy",
+    "squared", a torch loss, or a function of (module, batch of one example); the first two use the fast engines.
+    out: folder of the ledger, resume=True continues it. seed: repeatable noise for tests; the promise then needs it secret.
+
+    Formal guarantee: see `Private.backward`. It covers what the optimiser does with `.grad`, the weights that follow, and
+    everything computed from them; not the losses that `backward` returns, nor other looks at private rows in your loop.
+    """
+    value = get(recipe) if isinstance(recipe, str) else recipe
+    return own_loop.make_private(
+        module, optimizer, loader, recipe=with_changes(value, _dotted(changes)), loss=loss, epsilon=epsilon, delta=delta,
+        epochs=epochs, steps=steps, out=_folder(out), resume=resume, seed=seed,
+    )  # fmt: skip
+
+
+def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords as keys: clip_bound is clip.bound."""
+    return {
+        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value for key, value in settings.items()
+    }
+
+
+def _folder(out: str | Path | None) -> Path:
+    return Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
+
+
 def protect(
     model: nn.Module,
     x: np.ndarray,
@@ -186,10 +232,16 @@ def protect(
     on_round: OnRound | None = None,
     **settings: Any,
 ) -> Result:
-    """Train one module on one machine's data with the central recipes (the DP-dyn family), no federation.
+    """Deprecated: use `make_private` in your own loop, or `run(recipe, data=…, model=…, clients=1)` in one call.
 
     `steps` SGD steps in total; every tenth of them is evaluated. The module is trained in place.
     """
+    warnings.warn(
+        "fv.protect is deprecated: use fv.make_private(module, optimizer, loader) in your own loop, or "
+        "fv.run(recipe, data=…, model=module, clients=1) in one call",
+        DeprecationWarning,
+        stacklevel=3,
+    )
     rounds = next(r for r in (10, 5, 4, 3, 2, 1) if steps % r == 0)
     return run(
         recipe,

@@ -63,8 +63,12 @@ def check_practice(recipe: Recipe, *, rounds: int = 24, seed: int = 0, engine: s
     for k in range(rounds // 2):
         one, two = (_sum_of(run, seed + 1 + 2 * k + j) for j in (0, 1))
         pieces.append((one - two) / np.sqrt(2))
-    drawn = np.concatenate(pieces)
-    claimed, measured = noised[0].deviation, float(np.sqrt(np.mean(drawn**2)))
+    return compared(noised[0].deviation, np.concatenate(pieces))
+
+
+def compared(claimed: float, drawn: np.ndarray) -> Check:
+    """Independent noise values of one deviation beside the deviation that is claimed for them."""
+    measured = float(np.sqrt(np.mean(drawn**2)))
     heavy = max(1.0, float(np.mean(drawn**4)) / 3 / measured**4) if measured else 1.0
     room = 5.2 * np.sqrt((3 * heavy - 1) / 2) / np.sqrt(2 * drawn.size)
     verdict = "holds"

@@ -1,0 +1,260 @@
+"""`make_private`: a loop of the user's own has the noise it claims, the clip it claims, and no way around the ledger."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import fedveil as fv
+from fedveil.attacks.audit.loop import audit_loop
+from fedveil.errors import UserError
+from fedveil.federation.practice import compared
+from fedveil.privacy.ledger import Ledger
+
+ROWS, COLUMNS, CLASSES = 40, 30, 4
+CLIPS = {"flat": {}, "layer": {"clip_kind": "layer"}, "mean": {"noise_on": "mean"}}
+
+
+def own_loss(module, batch):
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def data(rows=ROWS, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(rows, COLUMNS, generator=draw), torch.randint(0, CLASSES, (rows,), generator=draw)
+    )
+
+
+def made(tmp_path, *, batch=ROWS, rows=ROWS, steps=1000, name="a", **more):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(COLUMNS, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(data(rows), batch_size=batch)
+    settings = {"sigma": 2.0, "clip_bound": 0.5, "steps": steps, "out": tmp_path / name, **more}
+    return fv.make_private(module, optimizer, loader, **settings)
+
+
+def gradient(private):
+    return np.concatenate([p.grad.numpy().reshape(-1) for p in private.module.parameters()]).astype(np.float64)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", own_loss], ids=["engine", "one-by-one"])
+@pytest.mark.parametrize("case", list(CLIPS))
+def test_the_noise_that_is_added_is_the_noise_that_is_claimed(case, loss, tmp_path):
+    """All rows in every step and no move of the weights: two steps differ by their noise alone."""
+    private = made(tmp_path, loss=loss, sampling="full", **CLIPS[case])
+    pieces = []
+    for _ in range(12):
+        pair = []
+        for _ in range(2):
+            (batch,) = private.loader
+            private.backward(*batch)
+            pair.append(gradient(private) * ROWS)
+            private._used()  # as after a step that moved nothing
+        pieces.append((pair[0] - pair[1]) / np.sqrt(2))
+    found = compared(private.noised().deviation, np.concatenate(pieces))
+    assert found, found
+
+
+def test_engine_and_one_by_one_clip_alike(tmp_path):
+    one, other = made(tmp_path, name="a", sampling="full"), made(tmp_path, name="b", sampling="full", loss=own_loss)
+    sums = []
+    for private in (one, other):
+        (batch,) = private.loader
+        sums.append(private._clipped(batch, private._now(), ROWS)[0])
+    np.testing.assert_allclose(sums[0], sums[1], atol=1e-5)
+    assert np.linalg.norm(sums[0]) > 1  # something was summed
+
+
+def test_one_example_moves_the_sum_by_no_more_than_the_bound(tmp_path):
+    private = made(tmp_path, sampling="full", loss=own_loss)
+    (batch,) = private.loader
+    whole = private._clipped(batch, private._now(), ROWS)[0]
+    loud = [batch[0].clone(), batch[1].clone()]
+    loud[0][3] *= 1e6
+    moved = private._clipped(tuple(loud), private._now(), ROWS)[0]
+    assert 0 < np.linalg.norm(moved - whole) <= 2 * 0.5 * (1 + 1e-9)
+    loud[0][3] = float("nan")
+    left_out = private._clipped(tuple(loud), private._now(), ROWS)[0]
+    assert np.linalg.norm(left_out - whole) <= 0.5 * (1 + 1e-9)
+
+
+def test_the_optimiser_takes_no_gradients_but_ours(tmp_path):
+    private = made(tmp_path, batch=10)
+    optimizer, module = private.optimizer, private.module
+    batches = iter(private.loader)
+    x, y = next(batches)
+    nn.functional.cross_entropy(module(torch.randn(3, COLUMNS)), torch.tensor([0, 1, 2])).backward()
+    with pytest.raises(UserError, match="without noised gradients"):
+        optimizer.step()
+    private.backward(x, y)
+    nn.functional.cross_entropy(module(x.new_zeros(1, COLUMNS)), y.new_zeros(1)).backward()  # adds to .grad
+    with pytest.raises(UserError, match=r"changes \.grad"):
+        optimizer.step()
+    with pytest.raises(UserError, match="closure"):
+        optimizer.step(lambda: torch.tensor(0.0))
+
+
+def test_a_step_is_used_once_and_batches_come_from_the_loader(tmp_path):
+    private = made(tmp_path, batch=10)
+    batches = iter(private.loader)
+    x, y = next(batches)
+    with pytest.raises(UserError, match="comes from elsewhere"):
+        private.backward(x.clone(), y)
+    x, y = next(batches)
+    x += 1
+    with pytest.raises(UserError, match="comes from elsewhere"):
+        private.backward(x, y)
+    x, y = next(batches)
+    private.backward(x, y)
+    with pytest.raises(UserError, match="each one once"):
+        private.backward(x, y)
+    private.optimizer.step()
+    with pytest.raises(UserError, match="without noised gradients"):
+        private.optimizer.step()
+
+
+def test_nothing_is_shown_before_it_is_charged(tmp_path, monkeypatch):
+    private = made(tmp_path, batch=10)
+    batch = next(iter(private.loader))
+
+    def broken(*_args, **_more):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Ledger, "spend", broken)
+    with pytest.raises(OSError, match="disk full"):
+        private.backward(*batch)
+    assert all(p.grad is None for p in private.module.parameters())
+
+
+def test_the_loop_stops_at_its_budget_and_continues_with_its_ledger(tmp_path):
+    private = made(tmp_path, batch=10, steps=6, epsilon=3.0)
+    batches = iter(private.loader)
+    for _ in range(3):
+        private.backward(*next(batches))
+        private.optimizer.step()
+    state, spent = private.state_dict(), private.epsilon()
+    private.backward(*next(batches))
+    private.optimizer.step()
+    private.close()
+    again = made(tmp_path, batch=10, steps=6, epsilon=3.0, resume=True)
+    again.load_state_dict(state)
+    assert again.step == 4 and again.epsilon() > spent  # an older state gives nothing back
+    for _ in range(3):
+        for batch in again.loader:
+            again.backward(*batch)
+            again.optimizer.step()
+    assert again.step == 6 and again.stopped and again.epsilon() <= 3.0
+    again.close()
+    with pytest.raises(UserError, match="already holds a ledger"):
+        made(tmp_path, batch=10, steps=6, epsilon=3.0)
+    with pytest.raises(UserError, match="differ from the ledger"):
+        made(tmp_path, batch=10, steps=60, epsilon=3.0, resume=True)
+    assert Ledger.read(tmp_path / "a" / "ledger.jsonl").rounds == 6
+
+
+def test_a_state_of_another_ledger_is_refused(tmp_path):
+    one, other = made(tmp_path, batch=10, name="a"), made(tmp_path, batch=10, name="b")
+    one.backward(*next(iter(one.loader)))
+    with pytest.raises(Exception, match="saved state"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_an_empty_draw_is_noise_alone(tmp_path):
+    private = made(tmp_path, batch=1, rows=4, seed=3)
+    sizes = []
+    for _ in range(3):
+        for x, y in private.loader:
+            sizes.append(len(x))
+            private.backward(x, y)
+            assert np.abs(gradient(private)).max() > 0
+            private.optimizer.step()
+    assert 0 in sizes and max(sizes) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"recipe": "dp-fedavg"}, "sums of per-example gradients"),
+        ({"recipe": "non-private"}, "sums of per-example gradients"),
+        ({"recipe": "fed-alpha-cdp"}, "follows the data"),
+        ({"recipe": "quantile-clip"}, "follows the data"),
+        ({"noise_on": "example"}, "noises every example"),
+        ({"grid": 0}, "float noise"),
+        ({"mechanism": "laplace"}, "not Gaussian"),
+        ({"epsilon": 1.0, "steps": None}, "how long you train"),
+        ({"epsilon": -1.0}, "above 0"),
+        ({"loss": "hinge"}, "use cross-entropy"),
+        ({"resume": True}, "does not exist"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_has_no_promise_is_refused(change, why, tmp_path):
+    with pytest.raises(UserError, match=why):
+        made(tmp_path, **change)
+
+
+def test_modules_optimisers_and_loaders_without_a_bound_are_refused(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    plain = nn.Linear(COLUMNS, CLASSES)
+    mixed = nn.Sequential(nn.BatchNorm1d(COLUMNS), nn.Linear(COLUMNS, CLASSES))
+    loader = DataLoader(data(), batch_size=8)
+    cases = [
+        (mixed, torch.optim.SGD(mixed.parameters()), loader, "mixes the examples"),
+        (plain, torch.optim.SGD(mixed.parameters()), loader, "not the module's"),
+        (plain, torch.optim.SGD([plain.weight]), loader, "leaves out"),
+        (plain, torch.optim.SGD(plain.parameters()), DataLoader(Stream(), batch_size=2), "stream has none"),
+        (plain, torch.optim.SGD(plain.parameters()), DataLoader(data(), batch_size=None), "batch_size"),
+        (nn.Linear(3, 2).double(), None, loader, "not float32"),
+    ]
+    for module, optimizer, rows, why in cases:
+        optimizer = optimizer or torch.optim.SGD(module.parameters())
+        with pytest.raises(UserError, match=why):
+            fv.make_private(module, optimizer, rows, steps=5, out=tmp_path / why.replace(" ", "-"))
+
+
+def test_a_loss_that_keeps_statistics_of_private_rows_is_refused(tmp_path):
+    def counting(module, batch):
+        module[0].seen.add_(batch[0].sum())
+        return own_loss(module, batch)
+
+    private = made(tmp_path, batch=10, loss=own_loss)
+    private.module[0].register_buffer("seen", torch.zeros(()))
+    private._loss = counting
+    with pytest.raises(UserError, match="changes a buffer"):
+        private.backward(*next(iter(private.loader)))
+    assert all(p.grad is None for p in private.module.parameters())
+
+
+def loop_with(noise, tmp_path):
+    """The same loop twice: as documented, or with the private gradients thrown away before the optimiser sees them."""
+
+    def loop(module, rows):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        loader = DataLoader(rows, batch_size=50)
+        private = fv.make_private(module, optimizer, loader, sigma=2.0, steps=16, seed=1, out=tmp_path / str(noise))
+        for x, y in (batch for _ in range(2) for batch in private.loader):
+            private.backward(x, y)
+            if not noise:  # the user's own idea of a faster step
+                private._used()
+                for hook in private._hooks:
+                    hook.remove()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+        return private.epsilon()
+
+    return loop
+
+
+def test_an_audit_catches_a_user_who_forgets_the_noise(tmp_path):
+    """Fixed seeds; the honest loop is accused with probability at most 0.05 by the audit's own level."""
+    forgotten = audit_loop(loop_with(False, tmp_path), canaries=400)
+    assert forgotten.verdict == "promise broken" and forgotten.epsilon_lower > forgotten.epsilon_promised, forgotten
+    honest = audit_loop(loop_with(True, tmp_path), canaries=400)
+    assert honest.verdict != "promise broken", honest
