@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests (arguments go to pytest).
-source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh" "dev,flower"
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh" "dev,docs,flower"
 cd "$root"
 "$python" -m ruff check .
 "$python" -m mypy

@@ -62,7 +62,7 @@ class RunConfig(BaseModel):
     limit: int | None = Field(None, ge=1, description="use only so many training rows")
     split_seed: int = Field(0, description="seed of the train/test split where the dataset has none")
 
-    partition: str = Field("shards", description="shards, iid, dirichlet, groups, copies, overlapping")
+    partition: str = Field("shards", description="shards, iid, dirichlet, groups, sizes, copies or overlap")
     partition_options: dict[str, Any] = Field(default_factory=dict)
     clients: int = Field(10, ge=1)
     cohort_size: float | None = Field(None, gt=0, description="expected clients per round; none means all")
