@@ -263,12 +263,10 @@ def _members(value: type) -> Iterator[str]:
 def api_page() -> str:
     """docs/reference/api.md from signatures and docstrings."""
     named = [name for names in API.values() for name in names]
-    lacking = [name for name in fedveil._PUBLIC if name not in named]
-    if lacking:
-        sys.exit(f"scripts/reference_words.py, API: in which chapter are {', '.join(lacking)}?")
+    chapters = {**API, "More": tuple(name for name in sorted(fedveil._PUBLIC) if name not in named)}
     out = [MADE + "# Python\n\n```python\nimport fedveil as fv\n```\n"]
     out.append("Everything public is a name of `fedveil`; errors in what you give are `fv.UserError`, with one sentence.\n")
-    for title, names in API.items():
+    for title, names in chapters.items():
         here = [name for name in names if name in fedveil._PUBLIC]
         if here:
             out.append(f"## {title}\n")
@@ -280,9 +278,25 @@ def api_page() -> str:
     return "\n".join(out)
 
 
+def examples_page() -> str:
+    """docs/examples.md: every example with the first line of its docstring as title."""
+    out = [MADE + "# Examples\n"]
+    out.append(
+        "Each file runs as it is (`python docs/examples/NAME.py`), in seconds, and is run by the tests. They are short: a few rounds to show "
+        "the way, not to reach a good model.\n"
+    )
+    for path in sorted((FOLDER.parent / "examples").glob("*.py")):
+        title = path.read_text("utf-8").split("\n")[0].strip('"').rstrip(".")
+        out.append(f'## {title}\n\n`docs/examples/{path.name}`\n\n```python\n--8<-- "docs/examples/{path.name}"\n```\n')
+    return "\n".join(out)
+
+
 def pages() -> dict[str, str]:
-    """Every generated page by its file name."""
-    return {"cli.md": cli_page(), "config.md": config_page(), "recipes.md": recipes_page(), "api.md": api_page()}
+    """Every generated page by its path below docs/reference."""
+    return {
+        "cli.md": cli_page(), "config.md": config_page(), "recipes.md": recipes_page(), "api.md": api_page(),
+        "../examples.md": examples_page(),
+    }  # fmt: skip
 
 
 def stale() -> list[str]:

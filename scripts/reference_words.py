@@ -126,9 +126,9 @@ RECIPE: dict[str, tuple[str, str]] = {
     "width": ("step of i.i.d. Staircase noise over the bound; 0: 1/√dimension", "yes"),
 }  # fmt: skip
 
-# The Python interface by chapter. Every public name must be here.
+# The Python interface by chapter; names that are not here make a last chapter.
 API: dict[str, tuple[str, ...]] = {
-    "Train": ("fit", "run", "resume", "protect", "make_private", "Result", "RunConfig", "plan"),
+    "Train": ("fit", "run", "resume", "protect", "make_private", "Private", "Result", "RunConfig", "plan"),
     "Data": ("load", "dataset", "Dataset", "partition", "Partition"),
     "Recipes": ("recipe", "recipes", "Recipe", "Clip", "check_practice"),
     "Attack and audit": ("attack", "audit"),
