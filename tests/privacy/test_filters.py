@@ -8,7 +8,7 @@ import pytest
 from fedveil.privacy import renyi
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.events import Event, Noise, Sampling
-from fedveil.privacy.filters import ORDERS, adaptive
+from fedveil.privacy.filters import ORDERS, TAILS, adaptive
 
 
 def gaussian(sigma, rate=1.0, steps=1):
@@ -25,8 +25,32 @@ def test_the_filter_costs_more_than_the_best_order_for_free_and_not_much_more(ev
 def test_each_order_gets_its_share_of_delta():
     event = gaussian(3.0, 0.1, 50)
     sums = 50 * renyi.poisson(event.noise, 0.1, ORDERS)
-    least = min(renyi.to_epsilon((a,), np.array([s]), 1e-6 / len(ORDERS)) for a, s in zip(ORDERS, sums, strict=True))
+    share = 1e-6 * (1 - TAILS) / len(ORDERS)
+    least = min(renyi.to_epsilon((a,), np.array([s]), share) for a, s in zip(ORDERS, sums, strict=True))
     assert adaptive([event], 1e-6).epsilon == pytest.approx(least)
+
+
+def test_the_filter_counts_the_samplers_errors():
+    exact, poisson = gaussian(3.0, 0.1, 50), Sampling("poisson", 0.1)
+    sampled = Event(Noise("gaussian", 3.0, ratio=1e-9, tail=1e-18), poisson, steps=50)
+    assert adaptive([sampled], 1e-6).epsilon == pytest.approx(adaptive([exact], 1e-6).epsilon + 2 * 50 * 1e-9, abs=1e-12)
+    assert adaptive([sampled], 0.0).verdict == "none"
+    many = Event(Noise("gaussian", 3.0, ratio=1e-7), poisson, steps=50)
+    assert adaptive([many], 1e-6).verdict == "none"
+
+
+def test_a_tail_is_counted_where_the_neighbour_puts_it():
+    """Gaussian noise cut off at 10 deviations: what reaches beyond from one deviation nearer is below what is counted."""
+    from scipy.stats import norm
+
+    from fedveil.privacy.accountants import _kind
+    from fedveil.privacy.filters import _bad
+
+    for sigma in (0.5, 1.0, 3.0):
+        event = gaussian(sigma)
+        shifted = norm.sf(10) + norm.sf(10 - 1 / sigma)
+        counted = _bad(_kind(event.noise, event.sampling, event.relation, event.unit), 2 * norm.sf(10))
+        assert shifted <= counted < 1e5 * shifted
 
 
 def test_more_releases_never_cost_less_and_pure_epsilons_add_up():

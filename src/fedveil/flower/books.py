@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from fedveil.flower import limits
 from fedveil.flower.contract import Contract, Refused
 from fedveil.flower.owner import Owner
 
+FILTER = "filter"  # see privacy.ledger.worst
 LOCK_PATIENCE = 60.0  # seconds to wait for another message of this node that holds the ledger
 NEEDS_OWNER = "the node's ledger needs its owner; the node's log (home/node.log) says why"
 
@@ -149,8 +151,9 @@ def open_ledger(owner: Owner, contract: Contract, secure: bool) -> Any:
                     "contract with a smaller epsilon is due"
                 )
             sizes = () if contract.data is None else (contract.data.examples,)
+            # The promise is the budget of today, fixed before the first release; a budget raised later ends it.
             header = Header(delta=contract.delta, clients=1, sizes=sizes, simulated=not secure,
-                            config=contract.digest)  # fmt: skip
+                            config=contract.digest, promised=budgets_of(contract))  # fmt: skip
             ledger = Ledger.create(path, header)
             break
         except Locked:
@@ -172,29 +175,33 @@ def _begun(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0 and bool(journal.read(path).records)
 
 
+def budgets_of(contract: Contract) -> tuple[Any, ...]:
+    """The contract's budget as the ledger's, kept by a filter; none where the contract sets no limit."""
+    from fedveil.privacy.ledger import Budget
+
+    if contract.epsilon is None or not math.isfinite(contract.epsilon):
+        return ()
+    return (Budget(contract.epsilon, contract.observer, contract.unit, delta=contract.delta, accountant=FILTER),)
+
+
 def charge(
     owner: Owner, contract: Contract, release: Any, secure: bool, origin: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Write the release to the node's ledger and anchor it, both synced, or refuse it if it is over the owner's budget.
 
-    The server chooses each round's noise, possibly after what it saw, so the budget is a Rényi filter. Returns the head.
+    The server chooses each round's noise, possibly after what it saw, so the budget is a Rényi filter: sound claims ask for
+    it (`privacy.filters.adaptive`). Returns the head.
     """
-    from fedveil.privacy.ledger import Budget
-
     note = limits.canonical({"time": stamp(), **(origin or {})}).decode()
     release = replace(release, note=note)
     with open_ledger(owner, contract, secure) as ledger:
         if not secure and not ledger.header.simulated:
             raise Refused("this ledger is for secure noise; use another home for repeatable noise")
-        if contract.epsilon is not None:
-            # The contract of today is the budget: an owner may lower or raise it. A refusal is not recorded, or
-            # anybody could end a node's work by asking for too much once.
-            budget = Budget(
-                contract.epsilon, contract.observer, contract.unit, delta=contract.delta, accountant="rdp"
-            )
-            over = ledger.would_exceed(release, (budget,))
-            if over:
-                raise Refused(f"budget: {over[0]}")
+        # The contract of today is the budget: an owner may lower or raise it. A refusal is not recorded, or
+        # anybody could end a node's work by asking for too much once.
+        over = ledger.would_exceed(release, budgets_of(contract))
+        if over:
+            raise Refused(f"budget: {over[0]}")
         try:
             ledger.spend(release)
             write_anchor(anchor_path(owner), ledger.head, ledger_path(owner.home))

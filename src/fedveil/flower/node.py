@@ -474,7 +474,8 @@ def own_release(prepared: Any, now: Any, client: int) -> Any:
     """This node's ledger entry for taking part in one round.
 
     A node knows when it takes part and cannot check how others are drawn, so it counts every participation
-    without amplification by client sampling; batches it draws itself, so those count as drawn.
+    without amplification by client sampling; batches it draws itself, so those count as drawn. The server may choose a
+    round's noise after what it saw, so sound claims are composed by a filter.
     """
     from fedveil.federation.round import recipe_of
     from fedveil.federation.sums import promised
@@ -485,7 +486,15 @@ def own_release(prepared: Any, now: Any, client: int) -> Any:
     task, size = prepared.task, prepared.partition.size(client)
     recipe = replace(recipe_of(task, client), cohort=Everybody())
     alone = Release(now.number, (((0,), tuple(claims(recipe, task.setting, now, size))),))
-    return alone if task.secure is None else promised(task, now, alone, {0: size})
+    found = alone if task.secure is None else promised(task, now, alone, {0: size})
+    groups = tuple((members, tuple(map(_filtered, said))) for members, said in found.groups)
+    return replace(found, groups=groups)
+
+
+def _filtered(claim: Any) -> Any:
+    """A sound claim that adds up, to be composed by a filter."""
+    adds_up = claim.verdict == "sound" and claim.accountant is None and claim.scope != "single"
+    return replace(claim, accountant=books.FILTER) if adds_up else claim
 
 
 def _crowd(owner: Owner) -> int:

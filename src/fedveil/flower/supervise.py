@@ -299,10 +299,12 @@ def run_figures(folder: Path) -> str:
 def _epsilons(name: str, ledger: Path) -> list[str]:
     from fedveil.privacy.ledger import Ledger
 
-    out = [f"# TYPE {name} gauge"]
-    for row in Ledger.read(ledger).table(accountant="rdp"):
-        if row.verdict == "sound" and row.epsilon is not None:
-            out.append(_line(name, row.epsilon, observer=row.observer, unit=row.unit, delta=f"{row.delta:g}"))
+    out, book = [f"# TYPE {name} gauge"], Ledger.read(ledger)
+    for row in book.table(accountant="rdp"):
+        filtered = row.accountant == "filter"  # the row is the promise; what is spent of it is the figure
+        epsilon = book.spent(0, row.observer, row.unit, row.delta) if filtered else row.epsilon
+        if (filtered or row.verdict == "sound") and epsilon is not None:
+            out.append(_line(name, epsilon, observer=row.observer, unit=row.unit, delta=f"{row.delta:g}"))
     return out
 
 

@@ -420,6 +420,12 @@ def answer(events: Sequence[Event], delta: float, accountant: str = "pld", *, ho
 SLACK = 1e-6  # a share of delta that pays for the samplers' factors
 
 
+def lost_to_tails(tail: float | Array, epsilon: float | Array) -> float | Array:
+    """The delta that samplers' tails of mass `tail` may cost where exact laws give `epsilon`, with room: a smaller delta
+    makes epsilon larger."""
+    return 2 * tail * (np.exp(np.minimum(np.asarray(epsilon) + 1, 700.0)) + 1)
+
+
 def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], delta: float) -> Answer:
     """The composition's answer, raised by what the samplers' distance from their laws costs.
 
@@ -437,13 +443,16 @@ def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], d
         return first
     if ratio > SLACK:
         return replace(first, epsilon=None, verdict="none", reason="too many sampled values for the samplers' error bound")
-    lost = 2 * tail * (math.exp(min(first.epsilon + 1, 700.0)) + 1)  # with room: a smaller delta makes epsilon larger
+    lost = float(lost_to_tails(tail, first.epsilon))
     left = (delta - lost) / (1 + SLACK)
-    if delta > 0 and left < delta / 2:
-        return replace(first, epsilon=None, verdict="none", reason="delta is too small for the samplers' error bound")
+    short = replace(first, epsilon=None, verdict="none", reason="delta is too small for the samplers' error bound")
+    if (delta > 0 and left < delta / 2) or (delta == 0 and tail > 0):
+        return short
     answer = composition.answer(left) if delta > 0 else first
     if answer.epsilon is None:
         return answer
+    if tail * (math.exp(min(answer.epsilon + ratio, 700.0)) + 1) > lost:  # epsilon rose by more than the room
+        return short
     return replace(answer, epsilon=answer.epsilon + 2 * ratio, delta=first.delta)
 
 

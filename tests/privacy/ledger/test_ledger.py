@@ -868,3 +868,25 @@ def test_a_ledger_of_version_one_says_what_holds_now(tmp_path: Path) -> None:
     assert rows and all(row.verdict != "sound" for row in rows)
     assert any("float32" in row.reason and row.epsilon for row in rows)
     assert old.epsilon("server", "example") is None
+
+
+def test_noise_that_is_chosen_after_what_was_seen_is_promised_the_budget_fixed_in_advance_or_nothing(tmp_path: Path) -> None:
+    event = gaussian(rate=None, steps=1)
+    claim = sound(event, accountant="filter")
+    with make(tmp_path, 1, promised=(Budget(2.0, accountant="filter"),)) as ledger:
+        ledger.spend(release(1, (0,), claim))
+        row = only(ledger.table(), "server", "example")
+        assert (row.epsilon, row.verdict, row.accountant) == (2.0, "sound", "filter") and "fixed in advance" in row.reason
+        used = ledger.spent(0, "server", "example")
+        assert used is not None and 0 < used < 2.0
+        while not ledger.would_exceed(release(2, (0,), claim), (Budget(2.0, accountant="filter"),)):
+            ledger.spend(release(2, (0,), claim))
+        assert only(ledger.table(), "server", "example").epsilon == 2.0
+        ledger.spend(release(3, (0,), claim))  # the budget was raised: what was promised in advance is gone
+        row = only(ledger.table(), "server", "example")
+        assert row.verdict == "nominal" and row.epsilon is not None and row.epsilon > 2.0
+    again = Ledger.read(tmp_path / "ledger.jsonl")
+    assert again.header.promised == (Budget(2.0, accountant="filter"),) and only(again.table(), "server", "example") == row
+    with Ledger.create(tmp_path / "other", Header(DELTA, 1)) as ledger:
+        ledger.spend(release(1, (0,), claim))
+        assert [r.verdict for r in ledger.table()] == ["nominal"]

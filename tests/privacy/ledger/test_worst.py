@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -112,3 +113,28 @@ def test_a_mechanism_without_a_known_order_is_never_rounded() -> None:
     events = [Event(Noise("staircase", 1 + i / 1000)) for i in range(GRID + 50)]
     columns, _ = _columns(events)
     assert columns == tuple(events)
+
+
+def sampled(sigma: float, ratio: float, tail: float, rate: float = 0.02) -> Event:
+    return Event(Noise("gaussian", sigma, ratio=ratio, tail=tail), Sampling("poisson", rate))
+
+
+def test_the_quick_bound_counts_the_samplers_errors() -> None:
+    exact, drawn = sampled(2.0, 0.0, 0.0), sampled(2.0, 1e-9, 1e-12)
+    counts, none = csr_array(np.array([[100]])), np.zeros(1, np.int64)
+    plain, raised = (Judge().quick(Histories((e,), counts, none), DELTA) for e in (exact, drawn))
+    assert plain is not None and raised is not None
+    assert raised[0] >= plain[0] + 2 * 100 * 1e-9
+    assert raised[0] >= answer([replace(drawn, steps=100)], DELTA, "rdp").epsilon * (1 - 1e-9)
+    lost = Judge().quick(Histories((sampled(2.0, 1e-7, 0.0),), counts, none), DELTA)
+    assert lost is not None and np.isinf(lost[0])
+    assert worst(Judge(), Histories((sampled(2.0, 1e-7, 0.0),), counts, none), DELTA, "pld", 1e9).epsilon is None
+
+
+def test_events_that_are_merged_keep_the_largest_sampler_error() -> None:
+    good, bad = sampled(2.0, 1e-12, 1e-20), sampled(2.5, 1e-9, 1e-15)
+    both = Histories((good, bad), csr_array(np.array([[3, 0], [0, 3]])), np.zeros(2, np.int64))
+    assert all(e.noise.ratio == 1e-9 and e.noise.tail == 1e-15 for e, n in covering(both).uses(0).items() if n)
+    columns, place = _columns([good, replace(good, noise=replace(good.noise, ratio=1e-9, tail=1e-15))])
+    assert len(columns) == 1 and place.tolist() == [0, 0]
+    assert (columns[0].noise.ratio, columns[0].noise.tail) == (1e-9, 1e-15)

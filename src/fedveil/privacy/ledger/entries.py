@@ -57,6 +57,8 @@ class Header:
     hold a common example, if known (exact sums instead of the sum of the `copies` largest).
     stopping "data": the run may stop early because of what it saw (a target accuracy). Then the sound rows
     are those of `committed`, one release that sums the whole run up to `planned_rounds` (see `commit`).
+    promised: budgets that were fixed in advance and that whoever spends keeps (a node's contract), for claims whose noise
+    may be chosen after what was released before (`worst.FILTER`): under such choices only they hold, not what was spent.
     simulated: the noise is seeded, so whoever knows the seed can subtract it.
     version: of the ledger's meaning. 1 was written by fedveil 0.1, whose noise was float32: what it calls sound is judged
     anew on reading (`rejudged`).
@@ -75,6 +77,7 @@ class Header:
     config: str = ""
     allow_large_delta: bool = False
     version: int = 2
+    promised: tuple[Budget, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def check_header(header: Header) -> None:
         )
     largest = max(map(len, header.holders), default=0)
     need(largest <= header.copies, f"a holder set has {largest} clients, but copies is {header.copies}.")
-    for budget in header.budgets:
+    for budget in (*header.budgets, *header.promised):
         need(
             0 <= budget.epsilon < math.inf,
             f"budget epsilon is {budget.epsilon}, must be 0 or more, and finite.",
@@ -400,6 +403,8 @@ def rejudged(claim: Claim, version: int) -> Claim:
 def header_to_json(header: Header) -> dict[str, Any]:
     """Plain dictionary; `header_from_json` is the inverse."""
     data = asdict(replace(header, committed=None, holders=()))
+    if not header.promised:
+        del data["promised"]
     data["sizes"] = [int(size) for size in header.sizes]
     data["holders"] = [pack_clients(group) for group in header.holders]
     if header.committed is not None:
@@ -425,7 +430,8 @@ def header_from_json(data: Any) -> Header:
     if not all(_fits(size, int) for size in plain["sizes"]):
         raise ValueError("odd sizes")
     plain["holders"] = tuple(unpack_clients(text, most) for text in plain.get("holders", ()))
-    plain["budgets"] = tuple(_typed(Budget, budget) for budget in plain.get("budgets", ()))
+    for name in ("budgets", "promised"):
+        plain[name] = tuple(_typed(Budget, budget) for budget in plain.get(name, ()))
     header = _typed(Header, {**plain, "committed": committed})
     check_header(header)
     return header

@@ -55,7 +55,16 @@ from fedveil.privacy.ledger.entries import (
     unpack_clients,
 )
 from fedveil.privacy.ledger.journal import Anchor, Damaged, Locked, Log, Record, read
-from fedveil.privacy.ledger.worst import Judge, most, of_clients, of_units, relations, worst, worst_of_each
+from fedveil.privacy.ledger.worst import (
+    FILTER,
+    Judge,
+    most,
+    of_clients,
+    of_units,
+    relations,
+    worst,
+    worst_of_each,
+)
 from fedveil.privacy.shuffle import shuffled_noise
 
 __all__ = [
@@ -461,6 +470,8 @@ class Ledger:
         """The sound row (or its `none`); after a data-dependent stop also the nominal epsilon at the stop."""
         view = self._view()
         answer, relation = self._sound(view, pair, delta, name)
+        if answer.accountant == FILTER and answer.epsilon is not None:
+            return [self._row(pair, self._fixed(view, pair, delta, name, answer), relation, [])]
         claims = [claim for claim in view.claims(pair) if _is_sound(claim)]
         rows = [self._row(pair, answer, relation, _reasons(claims) if answer.epsilon is not None else [])]
         counted = any(claim.event for claim in claims) and not self._broken(self._book, pair, None)
@@ -470,6 +481,20 @@ class Ledger:
                 why = "epsilon where the data stopped it; promised is only the maximum committed in advance"
                 rows.append(self._row(pair, replace(stop, verdict="nominal", reason=why), relation, []))
         return rows
+
+    def _fixed(self, view: _View, pair: Pair, delta: float, name: str, spent: Answer) -> Answer:
+        """What holds where noise was chosen after what was seen: the budget promised in advance, if the filter kept it.
+        Otherwise what was spent, which is no epsilon of its own."""
+        for budget in self.header.promised:
+            if (budget.observer, budget.unit, budget.client) != (*pair, None):
+                continue
+            paid = self.header.delta if budget.delta is None else budget.delta
+            kept = self._sound(view, pair, paid, name, budget.epsilon)[0]
+            if kept.epsilon is not None and kept.epsilon <= budget.epsilon and paid <= delta:
+                why = f"the budget fixed in advance; {kept.epsilon:.4g} of it is spent, and later noise may be chosen at will"
+                return replace(kept, epsilon=budget.epsilon, reason=why)
+        why = "spent by a filter; noise that is chosen after earlier releases is covered by a budget fixed in advance alone"
+        return replace(spent, verdict="nominal", reason=why)
 
     def _nominal_row(self, pair: Pair, delta: float, name: str, default: str) -> Row:
         view, chosen = self._view(), _nominal(name, default)

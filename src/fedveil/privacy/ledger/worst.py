@@ -22,10 +22,12 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.special import gammaln
 
-from fedveil.privacy.accountants import Answer, Composition, with_samplers
-from fedveil.privacy.events import Claim, Event
+from fedveil.privacy.accountants import SLACK, Answer, Composition, lost_to_tails, with_samplers
+from fedveil.privacy.events import Claim, Event, Noise
+from fedveil.privacy.filters import adaptive
 from fedveil.privacy.ledger.balance import Book, Pair, once
 
+FILTER = "filter"  # the accountant of claims whose noise may be chosen after what was released before
 GRID = 128  # distinct noise multipliers of one family that are composed one by one
 _EXACT = 300  # events composed for single histories before the rest is bounded together
 _CLOSE = 1.001  # a common bound this near to the largest single epsilon is reported instead of searching on
@@ -168,8 +170,9 @@ def covering(histories: Histories, copies: int = 1) -> Histories:
         kept = min(copies, rows)
         top = np.partition(running, rows - kept, axis=0)[rows - kept :].sum(axis=0)
         like = histories.events[members[0]]
+        drawn = _worst_sampler([histories.events[i].noise for i in members])
         for value, times in zip(scales, np.diff(top, prepend=0), strict=True):
-            noise, sampling = replace(like.noise, multiplier=float(value)), replace(like.sampling, rate=rate)
+            noise, sampling = replace(drawn, multiplier=float(value)), replace(like.sampling, rate=rate)
             uses[replace(like, noise=noise, sampling=sampling)] = int(times)
     empty = Histories(
         histories.events, csr_array((1, len(histories.events)), dtype=np.int64), histories.shared
@@ -193,8 +196,13 @@ class Judge:
         if key not in self._answers:
             if len(self._answers) >= _REMEMBERED:
                 self._answers.clear()
-            self._answers[key] = with_samplers(self._compose(uses, accountant), uses.items(), delta)
+            self._answers[key] = self._solved(uses, delta, accountant)
         return self._answers[key]
+
+    def _solved(self, uses: dict[Event, int], delta: float, accountant: str) -> Answer:
+        if accountant == FILTER:
+            return adaptive([replace(event, steps=times) for event, times in uses.items()], delta)
+        return with_samplers(self._compose(uses, accountant), uses.items(), delta)
 
     def _compose(self, uses: dict[Event, int], accountant: str) -> Composition:
         base: dict[Event, int] = {}
@@ -219,8 +227,18 @@ class Judge:
         self._curves.update(zip(new, _gaussian_curves(new), strict=True))
         curves = np.array([self._curves[event] for event in events]).reshape(len(events), len(_ORDERS))
         totals = histories.counts @ curves + histories.shared @ curves
-        epsilon = totals + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / (_ORDERS - 1)
-        return np.where(totals[:, 0] > 0, np.maximum(epsilon.min(axis=1), 0.0), 0.0)
+
+        def epsilon(delta: float | np.ndarray) -> np.ndarray:
+            paid = np.log(np.reshape(delta, (-1, 1)) * _ORDERS) / (_ORDERS - 1)
+            return np.maximum((totals + np.log1p(-1 / _ORDERS) - paid).min(axis=1), 0.0)
+
+        # The samplers' error, as `with_samplers` counts it: from delta / 2 on epsilon rises by less than 1, its room.
+        errors = np.array([(event.noise.ratio, event.noise.tail) for event in events]).reshape(-1, 2)
+        ratio, tail = (histories.counts @ errors + histories.shared @ errors).T
+        left = (delta - lost_to_tails(tail, epsilon(delta))) / (1 + SLACK)
+        fits = (ratio <= SLACK) & (left >= delta / 2)
+        found = np.where(fits, epsilon(np.where(fits, left, delta)) + 2 * ratio, np.inf)
+        return np.where(totals[:, 0] > 0, found, 0.0)
 
 
 def worst(
@@ -249,7 +267,7 @@ def worst(
         if len(done) in (1, most_exact):  # perhaps one history that dominates all the others settles it
             open_end = len(order) if bounds is None else int((bounds > best.epsilon).sum())
             rest = judge.answer(covering(histories.only(range(i, open_end))).uses(0), delta, accountant)
-            if bounds is not None and (rest.epsilon is None or bounds[i] < rest.epsilon):
+            if bounds is not None and np.isfinite(bounds[i]) and (rest.epsilon is None or bounds[i] < rest.epsilon):
                 rest = Answer("rdp", float(bounds[i]), delta, "sound", "")
             near = rest.epsilon is not None and rest.epsilon <= best.epsilon * _CLOSE
             if near or len(done) == most_exact:
@@ -291,6 +309,11 @@ def _larger(one: Answer, other: Answer) -> Answer:
     return larger
 
 
+def _worst_sampler(noises: Sequence[Noise]) -> Noise:
+    """The first noise with the largest sampler's errors of all."""
+    return replace(noises[0], ratio=max(n.ratio for n in noises), tail=max(n.tail for n in noises))
+
+
 def _family(event: Event) -> tuple:
     """Events that are ordered by (multiplier, rate) alone; others are a family of their own."""
     noise, sampling = event.noise, event.sampling
@@ -320,10 +343,10 @@ def _columns(events: Sequence[Event]) -> tuple[tuple[Event, ...], np.ndarray]:
             step *= 2
         for i, value in zip(members, values.tolist(), strict=True):
             key = (family, value, events[i].sampling.rate)
-            if key not in columns:
-                rounded = replace(events[i], noise=replace(events[i].noise, multiplier=value))
-                columns[key] = (len(columns), rounded)
-            place[i] = columns[key][0]
+            at, before = columns.get(key, (len(columns), events[i]))
+            drawn = _worst_sampler([before.noise, events[i].noise])
+            columns[key] = (at, replace(events[i], noise=replace(drawn, multiplier=value)))
+            place[i] = at
     return tuple(event for _, event in columns.values()), place
 
 
