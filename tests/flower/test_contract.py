@@ -20,15 +20,17 @@ pytest.importorskip("flwr")
 
 from typer.testing import CliRunner
 
+from fedveil.attacks.malicious import models
 from fedveil.cli import build
 from fedveil.errors import UserError
+from fedveil.federation.checks import architecture_digest
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.flower import books, contract, identity, limits, node, owndata, wire
-from fedveil.flower.contract import Allowed, Bounds, Contract, Data, Model, Refused, recipe_digest
+from fedveil.flower.contract import Allowed, Bounds, Checks, Contract, Data, Model, Refused, recipe_digest
 from fedveil.flower.owner import Owner, contract_of
 from fedveil.flower.request import read_request
 from fedveil.models import nets
-from fedveil.models.layout import flatten
+from fedveil.models.layout import flatten, layout_of
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.catalogue import get
 
@@ -649,3 +651,99 @@ def test_a_refusal_is_a_value(tmp_path: Path) -> None:
     config = a_config(learning_rate=0.6)
     request = read_request("round", facts_of(config, a_contract()), {}, 0)
     assert isinstance(contract.decide(a_contract(), request), Refused)
+
+
+# --- models that the server sends ---
+
+WIDE = {"hidden": [64]}
+
+
+def a_careful_contract(**more: Any) -> Contract:
+    net = nets.build("papers-mlp", (3,), 2, 0, **WIDE)
+    known = Model("papers-mlp", '{"hidden":[64]}', architecture=architecture_digest(net, layout_of(net)))
+    return a_contract(models=(known,), checks=Checks(structure=True, change=True), **more)
+
+
+def a_wide_config(**more: Any) -> RunConfig:
+    return a_config(model_options=WIDE, protect={"sigma": 6.0, "clip.bound": 0.5}, **more)
+
+
+def test_checks_are_read_back_and_contracts_without_them_keep_their_digest(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    contract.write_contract(path, a_careful_contract())
+    assert contract.read_contract(path) == a_careful_contract()
+    assert "checks" not in contract.to_json(a_contract()) and "architecture" not in json.dumps(
+        contract.to_json(a_contract())
+    )
+    text = path.read_text().replace("structure = true", 'structure = "yes"')
+    path.write_text(text)
+    with pytest.raises(UserError, match="structure"):
+        contract.read_contract(path)
+
+
+def sent_by_a_malicious_server(name: str, weights: np.ndarray) -> np.ndarray:
+    net = nets.build("papers-mlp", (3,), 2, 0, **WIDE)
+    layout, public = layout_of(net), np.random.default_rng(0).uniform(-1, 1, (500, 3)).astype(np.float32)
+    made = {
+        "imprint": lambda: models.imprint(weights, layout, public),
+        "dead": lambda: models.dead(weights, layout),
+        "far away": lambda: weights + np.float32(50),
+    }
+    return made[name]().astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["imprint", "dead", "far away"])
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_malicious_model_is_refused_uncharged_whatever_round_it_comes_in(
+    tmp_path: Path, name: str, number: int
+) -> None:
+    owner, config = an_owner(tmp_path, a_careful_contract()), a_wide_config()
+    os.unlink(owner.data)  # the decision must not need it
+    sent = sent_by_a_malicious_server(name, weights_of(config))
+    said, arrays = ask(owner, config, {"weights": sent}, round=number)
+    assert said["status"] == "refused" and not arrays and said["reason"].startswith("contract: ")
+    assert charged(owner) == 0
+
+
+def test_honest_rounds_pass_the_checks_and_a_later_jump_does_not(tmp_path: Path) -> None:
+    owner, config = an_owner(tmp_path, a_careful_contract(epsilon=500.0)), a_wide_config()
+    weights = weights_of(config)
+    for number in range(4):
+        said, arrays = ask(owner, config, {"weights": weights}, round=number)
+        assert said["status"] == "ok", said
+        honest, weights = weights, weights + arrays["update"]
+    spent = charged(owner)
+    jump = np.random.default_rng(1).normal(size=weights.size).astype(np.float32)
+    said, _ = ask(owner, config, {"weights": weights + 5 * jump}, round=4)
+    assert said["status"] == "refused" and "honest averaging" in said["reason"] and charged(owner) == spent
+    # A server that was continued from an earlier round is no attacker.
+    assert ask(owner, config, {"weights": honest}, round=3)[0]["status"] == "ok"
+    files = list((owner.home / "models").glob("*.npz"))
+    assert len(files) == 1 and stat.S_IMODE(files[0].stat().st_mode) == 0o600
+
+
+def test_another_net_than_the_agreed_one_is_refused(tmp_path: Path) -> None:
+    net = nets.build("papers-mlp", (3,), 2, 0, hidden=[65])
+    other = Model("papers-mlp", '{"hidden":[64]}', architecture=architecture_digest(net, layout_of(net)))
+    owner = an_owner(tmp_path, a_contract(models=(other,)))
+    said, _ = ask(owner, a_wide_config())
+    assert "another net" in said["reason"] and charged(owner) == 0
+
+
+def test_checks_do_not_lower_what_a_round_costs(tmp_path: Path) -> None:
+    spent = []
+    for checks in (Checks(), Checks(structure=True, change=True)):
+        folder = tmp_path / str(checks.change)
+        folder.mkdir()
+        owner = an_owner(folder, replace(a_careful_contract(), checks=checks))
+        assert ask(owner, a_wide_config())[0]["status"] == "ok"
+        spent.append(node.ledger_of(owner.home).epsilon("server", "example", 1e-5))
+    assert spent[0] == spent[1] and spent[0] is not None
+
+
+def test_a_run_that_is_remembered_wrongly_is_counted_from_the_agreed_first_model(tmp_path: Path) -> None:
+    owner, config = an_owner(tmp_path, a_careful_contract()), a_wide_config()
+    assert ask(owner, config)[0]["status"] == "ok"
+    (kept,) = (owner.home / "models").glob("*.npz")
+    kept.write_bytes(b"no model")
+    assert ask(owner, config, round=1)[0]["status"] == "ok"

@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedveil.federation.round import State, Task, learning_rate_of, moment_of
 from fedveil.models.layout import Layout, unflatten
-from fedveil.protect.aggregate import Mean, Scaffold
+from fedveil.protect.aggregate import Adam, Mean, Scaffold
 from fedveil.protect.clip import Given
-from fedveil.protect.place import InSum
+from fedveil.protect.place import InSum, Reports
 from fedveil.protect.recipe import Recipe
 from fedveil.protect.setting import Moment, Setting
+from fedveil.training.contract import SGD
 
 PROBES = 256
 
@@ -160,6 +162,42 @@ def allowed_change(
 
 
 MANY = 1_000_000  # records of a client that is larger than any batch
+
+
+def round_limit(
+    task: Task, state: State, own_largest: float | None = None, limits: Limits = Limits()
+) -> float | None:
+    """How far the coming round of `state` can move the model of this task, in l2; None: nothing is known.
+
+    Momentum moves further by 1 / (1 - momentum) at most; SCAFFOLD's variates are at most as large as a round's direction, and
+    two of them are added. own_largest: norm of the largest update that this node has sent, for recipes without a fixed clip."""
+    recipe, setting = task.recipe, task.setting
+    if isinstance(recipe.place, Reports) or isinstance(recipe.aggregate, Adam):
+        return None  # ranges and adaptive steps follow no bound that a node knows
+    gain = 1 / ((1 - task.momentum) * (1 - task.server_momentum))
+    if task.own or task.optimiser != SGD or recipe.clip.of == "weights" or recipe.downlink_sigma:
+        known = None if own_largest is None else limits.own_factor * own_largest * max(1.0, task.server_learning_rate)
+        return None if known is None else gain * known
+    now = moment_of(task, state)
+    found = allowed_change(
+        recipe, bound=max(now.bounds), sigma=max(now.sigmas, default=0.0), learning_rate=learning_rate_of(task, state.round),
+        steps=setting.steps, batch=setting.batch, dimension=task.layout.size, layers=task.layout.layers, cohort=setting.cohort,
+        server_rate=task.server_learning_rate, own_largest=own_largest, limits=limits,
+    )  # fmt: skip
+    return None if found is None else gain * found * (3 if isinstance(recipe.aggregate, Scaffold) else 1)
+
+
+def path_limit(
+    task: Task, state: State, rounds: range, own_largest: float | None = None, limits: Limits = Limits()
+) -> float | None:
+    """How far all these rounds together can move the model; None: nothing is known of one of them."""
+    total = 0.0
+    for index in rounds:
+        one = round_limit(task, replace(state, round=index), own_largest, limits)
+        if one is None:
+            return None
+        total += one
+    return total
 
 
 def change(before: np.ndarray, after: np.ndarray, allowed: float | None) -> list[str]:

@@ -102,11 +102,27 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Model:
-    """A model by name with its options; own code ("package.module:function") by the digest of its package too."""
+    """A model by name with its options; own code ("package.module:function") by the digest of its package too.
+
+    architecture: digest of the net itself, layer by layer (`federation.checks.architecture_digest`); "" is not compared.
+    """
 
     name: str
     options: str = "{}"  # canonical JSON
     code: str = ""
+    architecture: str = ""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the node looks at before it trains a model that it was sent (`flower.modelcheck`). The first model is always
+    compared with the one of the configuration's seed.
+
+    structure: weights that training does not lead to. change: a move since the last round that averaging cannot make.
+    """
+
+    structure: bool = False
+    change: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +146,9 @@ class Contract:
     epsilon: for the life of the node's ledger, all runs together; None is no limit and no promise, which an owner
     has to write out ("unlimited"). submitters: public keys of which one must have signed a request; empty: anybody
     whom the SuperLink lets in. data None: only built-in public datasets (for trying out). features: fixed features that a
-    run may put in front, letter by letter. sum: terms of secure sums; None: this node takes part in none. legacy: read from
-    an old policy file, which names recipes without digests and the parts of them that a run may change.
+    run may put in front, letter by letter. checks: of the models that the server sends. sum: terms of secure sums; None: this
+    node takes part in none. legacy: read from an old policy file, which names recipes without digests and the parts of them
+    that a run may change.
     """
 
     study: str
@@ -151,6 +168,7 @@ class Contract:
     changes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     sum: SumTerms | None = None
+    checks: Checks = Checks()
 
     @property
     def digest(self) -> str:
@@ -448,6 +466,7 @@ def to_json(contract: Contract) -> dict[str, Any]:
         "recipes": [asdict(item) for item in contract.recipes],
         "models": [
             {"name": item.name, "options": json.loads(item.options), "code": item.code}
+            | ({"architecture": item.architecture} if item.architecture else {})
             for item in contract.models
         ],
         "bounds": {
@@ -459,6 +478,8 @@ def to_json(contract: Contract) -> dict[str, Any]:
         document["features"] = list(contract.features)
     if contract.sum is not None:
         document["sum"] = {k: v for k, v in asdict(contract.sum).items() if v != ""}
+    if contract.checks != Checks():  # left out where there are none: digests of older contracts stay
+        document["checks"] = asdict(contract.checks)
     if contract.data is not None:
         data = asdict(contract.data)
         data["columns"] = {name: [low, high] for name, low, high in contract.data.columns}
@@ -525,12 +546,14 @@ _TOP_MAY: dict[str, limits.Check] = {
     "data": lambda v: isinstance(v, dict),
     "features": limits.is_list(limits.is_text(500, 1), 100),
     "sum": lambda v: isinstance(v, dict),
+    "checks": lambda v: isinstance(v, dict),
 }
 
 
 _MODEL_MAY: dict[str, limits.Check] = {
     "options": lambda v: isinstance(v, dict),
     "code": lambda v: v == "" or limits.is_hex(32)(v),
+    "architecture": lambda v: v == "" or limits.is_hex(32)(v),
 }
 
 
@@ -548,9 +571,8 @@ def from_json(value: Any) -> Contract:
         one = limits.fields(item, "contract model", {"name": limits.is_text(200, 1)}, _MODEL_MAY)
         if ":" in one["name"] and not one.get("code"):
             raise limits.Malformed(f"contract model {one['name']}: own code needs its digest ('code')")
-        models.append(
-            Model(one["name"], limits.canonical(one.get("options", {})).decode(), one.get("code", ""))
-        )
+        options = limits.canonical(one.get("options", {})).decode()
+        models.append(Model(one["name"], options, one.get("code", ""), one.get("architecture", "")))
     found = limits.fields(top.get("bounds", {}), "contract bounds", {}, _BOUNDS)
     numbers: dict[str, Any] = {
         k: tuple(map(float, v)) if isinstance(v, list) else v for k, v in found.items()
@@ -579,6 +601,11 @@ def from_json(value: Any) -> Contract:
         submitters=tuple(top.get("submitters", ())),
         features=tuple(top.get("features", ())),
         sum=_sum_from(top["sum"]) if "sum" in top else None,
+        checks=Checks(
+            **limits.fields(
+                top.get("checks", {}), "contract checks", {}, dict.fromkeys(("structure", "change"), limits.is_bool)
+            )
+        ),
         **rest,
     )
 
@@ -683,7 +710,7 @@ def to_toml(contract: Contract) -> str:
         for item in whole[name]:
             lines += ["", f"[[{name}]]"]
             lines += [f"{key} = {toml_value(value)}" for key, value in item.items() if value not in ("", {})]
-    for name in ("bounds", "sum", "data"):
+    for name in ("bounds", "sum", "checks", "data"):
         table = dict(whole.get(name, {}))
         columns = table.pop("columns", {})
         if table:

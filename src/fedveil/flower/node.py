@@ -180,6 +180,10 @@ def play(
     _charge(coming, request, contract, owner, submitter, root_of)
     # From here on nothing may raise.
     upload = _upload(prepared, state, now, request, contract, owner, cache)
+    if contract.checks.change and upload.bits is None:
+        from fedveil.flower.modelcheck import remember
+
+        remember(owner.home, request, state.weights, upload.update)
     said: Facts = {"status": "ok", "round": request.round, "client": owner.client, "ticket": request.ticket}
     if upload.bits is None:
         more = {} if upload.below is None else {"below": upload.below}
@@ -213,8 +217,8 @@ def _coming(
     cache: dict[str, Any],
 ) -> _Coming:
     """The round as this node would play it; `Refused` where the contract does not allow its numbers."""
-    from fedveil.federation.checks import first_model
     from fedveil.federation.round import moment_of, recipe_of
+    from fedveil.flower.modelcheck import before_training
     from fedveil.keys import entropy
 
     prepared = _prepared(request, contract, owner, cache)
@@ -222,8 +226,7 @@ def _coming(
     task = replace(prepared.task, root=root)
     prepared = replace(prepared, task=task)
     state = state_of(arrays, task, request.round, contract.bounds.weight)
-    if request.round == 0 and not contract.legacy and (wrong := first_model(state.weights, prepared.initial)):
-        raise Refused(f"contract: {wrong[0]}")
+    before_training(prepared, state, request, contract, owner.home)
     recipe = recipe_of(task, owner.client)
     now = moment_of(task, state)
     if owner.client in task.own:
@@ -248,8 +251,12 @@ def _charge(
     root_of: RootOf | None,
 ) -> None:
     """The round's release in this node's ledger, or `Refused`."""
+    from fedveil.flower.modelcheck import remember
+
     origin = {"run": request.run, "submitter": submitter, "contract": contract.digest[:16]}
     books.charge(owner, contract, coming.release, secure=root_of is None, origin=origin)
+    if contract.checks.change:
+        remember(owner.home, request, coming.state.weights)
 
 
 def play_sum(

@@ -25,6 +25,7 @@ from fedveil.flower.contract import (
     SMALLEST_CLIP,
     Allowed,
     Bounds,
+    Checks,
     Contract,
     Data,
     Model,
@@ -89,6 +90,7 @@ def contract_of_study(
     version: int = 1,
 ) -> Contract:
     """The contract under which exactly this study can run on such data."""
+    from fedveil.federation.checks import architecture_digest
     from fedveil.federation.harmonize import clip_for
     from fedveil.flower.owndata import empty_dataset
     from fedveil.flower.owner import deployable
@@ -107,6 +109,8 @@ def contract_of_study(
         own = with_changes(recipe, {"mechanism": mechanism, **clip_for(mechanism)})
         recipes[recipe_digest(own)] = own.name
     options = limits.canonical(config.model_options).decode()
+    layout = layout_of(module)
+    net = "" if config.features else architecture_digest(module, layout)  # features change the net's input
     made = Contract(
         study=study,
         version=version,
@@ -117,8 +121,9 @@ def contract_of_study(
         observer=observer,
         unit=unit,
         delta=delta,
-        models=(Model(name, options, package_digest(name) if ":" in name else ""),),
-        bounds=bounds_of(config, layout_of(module).size),
+        models=(Model(name, options, package_digest(name) if ":" in name else "", net),),
+        bounds=bounds_of(config, layout.size),
+        checks=Checks(structure=True, change=True),
         submitters=tuple(submitters),
     )
     try:
@@ -467,6 +472,8 @@ def summary(contract: Contract) -> list[str]:
         what = f"{len(data.columns)} columns" if data.columns else f"arrays of shape {list(data.shape)}"
         kind = f"classes {', '.join(data.classes[:10])}" if data.classes else "a number"
         said.append(f"data: {data.examples} records, {what}, target '{data.target}' ({kind})")
+    looks = [word for word in ("structure", "change") if getattr(contract.checks, word)]
+    said.append("models are checked before training: the first one, bit by bit" + "".join(f", {word}" for word in looks))
     said.append("signed requests only, of " + ", ".join(identity.fingerprint(bytes.fromhex(k)) for k in contract.submitters)
                 if contract.submitters else "requests of anybody whom the SuperLink lets in")  # fmt: skip
     return said
