@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from flwr.serverapp import ServerApp
 
     from fedveil.flower.node import RootOf
+    from fedveil.flower.private import Private, private_mod
 
-__all__ = ["client_app", "server_app"]
+__all__ = ["Private", "client_app", "private_mod", "server_app"]
 STOPPED = "fedveil stopped:"  # begins the line that says why a run ended before its time
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Private", "private_mod"):  # around a ServerApp and ClientApp of your own
+        from fedveil.flower import private
+
+        return getattr(private, name)
+    raise AttributeError(f"module 'fedveil.flower' has no attribute '{name}'")
 
 
 def client_app(root_of: RootOf | None = None) -> ClientApp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,17 +53,19 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout:
     """Describe a module's trainable parameters; frozen ones (requires_grad False) are no part of it."""
-    names, shapes, layer_names, layer_of = [], [], [], []
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    return layout_from({name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad})
+
+
+def layout_from(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Describe named arrays in their order; what stands before the last dot names the layer."""
+    layer_names: list[str] = []
+    layer_of = []
+    for name in shapes:
         owner = name.rpartition(".")[0]
         if owner not in layer_names:
             layer_names.append(owner)
-        names.append(name)
-        shapes.append(tuple(parameter.shape))
         layer_of.append(layer_names.index(owner))
-    return Layout(tuple(names), tuple(shapes), tuple(layer_names), tuple(layer_of))
+    return Layout(tuple(shapes), tuple(shapes.values()), tuple(layer_names), tuple(layer_of))
 
 
 def flatten(module: nn.Module) -> np.ndarray:

@@ -1,0 +1,203 @@
+"""`fedveil.flower.Private` and `private_mod` around apps of the user's own: the noise, clip, ledger and stop that are promised."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="the flower extra is not installed")
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedAvg
+
+from fedveil.errors import UserError
+from fedveil.federation.practice import compared
+from fedveil.flower.grid import LocalGrid
+from fedveil.flower.private import Private, private_mod
+from fedveil.privacy.ledger import Ledger
+from fedveil.protect.noised import Noised
+
+CLIENTS, SIZE = 4, 3000
+SERVER = {"recipe": "dp-fedavg", "clip_bound": 0.5, "sigma": 2.0, "cohort": "all"}
+CLIENT = {"recipe": "fed-sdp-client", "clip_kind": "flat", "clip_bound": 0.5, "sigma": 2.0, "cohort": "all"}
+
+
+def weights(value=0.0):
+    return {"layer.weight": np.full((SIZE // 10, 10), value, np.float32), "layer.seen": np.array(0, np.int64)}
+
+
+def record(arrays):
+    from flwr.app import Array
+
+    return ArrayRecord({name: Array(value) for name, value in arrays.items()})
+
+
+def client(move=lambda part: 0.0, mods=None, recipe=SERVER, folder="nodes"):
+    """Training that adds `move(part)` to every weight, and tells more than it should."""
+    app = ClientApp(mods=[private_mod(**recipe, ledger=folder)] if mods is None else mods)
+
+    @app.train()
+    def train(message, context):
+        before = message.content["arrays"]["layer.weight"].numpy()
+        made = {"layer.weight": before + np.float32(move(context.node_config["partition-id"])), "layer.seen": np.array(7)}
+        metrics = MetricRecord({"num-examples": 10.0, "loss": 0.123})
+        return Message(RecordDict({"arrays": record(made), "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1.0, "secret": 1.0})}), reply_to=message)
+
+    return app
+
+
+def grid_of(app, clients=CLIENTS, tamper=None):
+    return LocalGrid(app, {100 + k: {"partition-id": k} for k in range(clients)}, tamper)
+
+
+def strategy(tmp_path, inner=None, name="run", recipe=SERVER, **more):
+    plain = inner or FedAvg(fraction_train=1.0, fraction_evaluate=1.0, min_available_nodes=1, min_train_nodes=1)
+    # The cohort's rule is a key of the recipe; how many are drawn is a keyword of the strategy.
+    keys = {key: value for key, value in recipe.items() if key not in ("recipe", "cohort")}
+    from fedveil.protect.catalogue import get
+    from fedveil.protect.recipe import with_changes
+
+    known = with_changes(get(recipe["recipe"]), {"cohort": recipe["cohort"]})
+    return Private(plain, known, clients=CLIENTS, out=tmp_path / name, **{**keys, **more})
+
+
+def moved(result):
+    return result.arrays["layer.weight"].numpy().reshape(-1).astype(np.float64)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+def test_noise_at_the_server_is_the_noise_that_is_claimed(factor, tmp_path, monkeypatch):
+    """Each case fails a right wrapper with probability below 1e-6; a scale that is a tenth too small is found."""
+    real = Noised.add
+    monkeypatch.setattr(Noised, "add", lambda s, total, key, step=0, times=1.0: real(s, total, key, step, times * factor))
+    drawn = []
+    for k in range(4):
+        private = strategy(tmp_path, name=f"run{k}")
+        result = private.start(grid_of(client()), record(weights()), num_rounds=1)
+        drawn.append(moved(result) * CLIENTS)  # nobody moves: what is left is noise, over the cohort
+    found = compared(0.5 * 2.0, np.concatenate(drawn))
+    assert found.verdict == ("holds" if factor == 1 else "too little noise"), found
+
+
+def test_noise_on_the_client_is_the_noise_that_is_claimed(tmp_path):
+    replies = []
+
+    def keep(node, message, reply):
+        replies.append(reply.content["arrays"]["layer.weight"].numpy().reshape(-1).astype(np.float64))
+        return [reply]
+
+    private = strategy(tmp_path, recipe=CLIENT)
+    private.start(grid_of(client(recipe=CLIENT, folder=tmp_path / "nodes"), tamper=keep), record(weights()), num_rounds=2)
+    assert len(replies) == 2 * CLIENTS
+    assert compared(0.5 * 2.0, np.concatenate(replies))
+    node = Ledger.read(tmp_path / "nodes" / "node-0" / "ledger.jsonl")
+    assert node.rounds == 2
+    assert node.epsilon("server", "client") == pytest.approx(private.epsilon("server"), rel=1e-6)
+
+
+def test_nothing_but_the_update_leaves_a_client_and_a_loud_one_is_clipped_twice(tmp_path):
+    seen = []
+
+    def swell(node, message, reply):
+        """A client that lies about its clip."""
+        assert set(reply.content) == {"arrays", "fedveil"} and set(reply.content["arrays"]) == {"layer.weight"}
+        assert np.linalg.norm(reply.content["arrays"]["layer.weight"].numpy()) <= 0.5
+        seen.append(node)
+        if node == 100:
+            reply.content["arrays"] = record({"layer.weight": np.full((SIZE // 10, 10), 1e6, np.float32)})
+        return [reply]
+
+    quiet = {**SERVER, "sigma": 1e-3}
+    private = strategy(tmp_path, recipe=quiet)
+    result = private.start(grid_of(client(lambda part: 1e3, recipe=quiet), tamper=swell), record(weights()), num_rounds=1)
+    assert len(seen) == CLIENTS
+    assert np.linalg.norm(moved(result)) == pytest.approx(0.5, rel=0.05)  # the mean of four updates of norm 0.5
+    assert result.arrays["layer.seen"].numpy() == 0  # counters of private training stay where they are
+    assert not result.train_metrics_clientapp and not result.evaluate_metrics_clientapp
+
+
+def test_the_wrapped_strategy_takes_its_own_step_on_the_noised_mean(tmp_path):
+    adam = FedAdam(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=1, min_train_nodes=1, eta=0.1)
+    quiet = {**SERVER, "sigma": 1e-3}
+    result = strategy(tmp_path, adam, recipe=quiet).start(
+        grid_of(client(lambda part: 1.0, recipe=quiet)), record(weights()), num_rounds=1
+    )
+    assert 0 < np.abs(moved(result)).max() <= 1.0 and not np.allclose(moved(result), 0.5 / np.sqrt(SIZE))
+
+
+def test_a_client_without_the_mod_or_with_another_recipe_is_left_out(tmp_path, capfd):
+    other = {**CLIENT, "sigma": 0.01}
+    for name, app in {"plain": client(mods=[], recipe=CLIENT), "other": client(recipe=other, folder=tmp_path)}.items():
+        result = strategy(tmp_path, name=name, recipe=CLIENT).start(grid_of(app), record(weights()), num_rounds=1)
+        assert result.arrays is None or not len(result.arrays)
+
+
+def test_training_that_fails_sends_an_empty_update_and_evaluation_is_refused(tmp_path):
+    def fail(part):
+        if part == 2:
+            raise RuntimeError("secret of my data")
+        return 1.0
+
+    replies = []
+    app = client(fail, recipe=SERVER)
+    grid = grid_of(app, tamper=lambda node, message, reply: replies.append(reply) or [reply])
+    strategy(tmp_path).start(grid, record(weights()), num_rounds=1)
+    norms = sorted(float(np.linalg.norm(r.content["arrays"]["layer.weight"].numpy())) for r in replies)
+    assert norms[0] == 0 and norms[1] > 0.49
+    ask = Message(RecordDict({"config": ConfigRecord({})}), 100, "evaluate")
+    (answer,) = grid.send_and_receive([ask])
+    assert answer.has_error() and "private rows" in answer.error.reason
+
+
+def test_the_run_stops_at_its_budget_and_continues_only_with_its_ledger(tmp_path):
+    one = strategy(tmp_path, epsilon=1e9).start(grid_of(client()), record(weights()), num_rounds=1)
+    assert one.arrays is not None
+    spent = {"sigma": 2.0, "epsilon": 2.0, "recipe": CLIENT}
+    private = strategy(tmp_path, name="clients", **spent)
+    grid = grid_of(client(recipe=CLIENT, folder=tmp_path / "nodes"))
+    private.start(grid, record(weights()), num_rounds=5)
+    assert "budget is spent" in private.stopped
+    played = Ledger.read(tmp_path / "clients" / "ledger.jsonl").rounds
+    assert played < 5 and private.epsilon() <= 2.0 and len(grid.sent) == played * CLIENTS
+    with pytest.raises(UserError, match="resume=True"):
+        strategy(tmp_path, name="clients", **spent).start(grid, record(weights()), num_rounds=5)
+    again = strategy(tmp_path, name="clients", resume=True, **spent)
+    again.start(grid, record(weights()), num_rounds=5)
+    assert again.stopped and Ledger.read(tmp_path / "clients" / "ledger.jsonl").rounds == played
+
+
+def test_an_owner_who_has_spent_enough_is_asked_in_vain(tmp_path):
+    recipe = {**CLIENT, "epsilon": 2.0}
+    app = client(recipe=recipe, folder=tmp_path / "nodes")
+    errors = []
+    grid = grid_of(app, tamper=lambda n, m, r: errors.append(r.has_error()) or [r])
+    strategy(tmp_path, recipe=CLIENT).start(grid, record(weights()), num_rounds=4)
+    assert not errors[0] and errors[-1]
+    assert Ledger.read(tmp_path / "nodes" / "node-1" / "ledger.jsonl").epsilon("server", "client") <= 2.0
+
+
+def test_poisson_cohorts_pay_for_every_round_also_an_empty_one(tmp_path):
+    recipe = {**SERVER, "cohort": "poisson"}
+    private = strategy(tmp_path, recipe=recipe, cohort=0.5, seed=1)
+    grid = grid_of(client(recipe=recipe))
+    private.start(grid, record(weights()), num_rounds=6)
+    everybody = strategy(tmp_path, name="all")
+    everybody.start(grid_of(client()), record(weights()), num_rounds=6)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").rounds == 6 and len(grid.sent) < 6 * CLIENTS
+    assert 0 < private.epsilon("public") < everybody.epsilon("public")
+
+
+@pytest.mark.parametrize("name", ["fed-cdp-sound", "sum-cdp", "non-private", "nbafl", "ldp-fl", "random-noise"])
+def test_recipes_that_need_more_than_a_finished_update_are_refused(name, tmp_path):
+    with pytest.raises(UserError, match="cannot be played around your own apps"):
+        private_mod(name)
+    with pytest.raises(UserError, match="cannot be played around your own apps"):
+        Private(FedAvg(), name, clients=3, out=tmp_path)
+
+
+def test_more_nodes_than_clients_end_the_run(tmp_path):
+    with pytest.raises(UserError, match="the promise counts clients"):
+        strategy(tmp_path).start(grid_of(client(), clients=CLIENTS + 1), record(weights()), num_rounds=1)
