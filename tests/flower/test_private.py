@@ -1,4 +1,4 @@
-"""`fedveil.flower.Private` and `private_mod` around apps of the user's own: the noise, clip, ledger and stop that are promised."""
+"""`fedveil.flower.Private` and `private_mod` around a user's own apps: the noise, clip, ledger and stop that are promised."""
 
 import numpy as np
 import pytest
@@ -199,5 +199,5 @@ def test_recipes_that_need_more_than_a_finished_update_are_refused(name, tmp_pat
 
 
 def test_more_nodes_than_clients_end_the_run(tmp_path):
-    with pytest.raises(UserError, match="the promise counts clients"):
+    with pytest.raises(UserError, match="the promise counts"):
         strategy(tmp_path).start(grid_of(client(), clients=CLIENTS + 1), record(weights()), num_rounds=1)

@@ -59,8 +59,8 @@ def playable(recipe: str | Recipe, changes: Mapping[str, Any] = {}) -> Recipe:
     why = ""
     if not isinstance(r.place, (AtServer, AtClient)) or not r.private:
         why = (
-            "it protects single examples inside training, which is your own code here. Choose a recipe for whole clients (dp-fedavg, "
-            "fed-sdp, fed-sdp-client), or train with fedveil.make_private inside your ClientApp"
+            "it protects single examples inside training, which is your own code here. Choose a recipe for whole clients "
+            "(dp-fedavg, fed-sdp, fed-sdp-client), or train with fedveil.make_private inside your ClientApp"
         )
     elif type(r.clip.rule) is not Given or r.scale.batch or r.clip.of != "update" or not r.clip.bounded:
         why = "its clip bound or noise follows the data"
@@ -349,8 +349,8 @@ class Private(Strategy):
             self._roster.setdefault(node, len(self._roster))
         if len(self._roster) > self.clients:
             raise UserError(
-                f"fedveil.flower: {len(self._roster)} nodes were seen but clients = {self.clients}: the promise counts clients. Raise "
-                "clients, or give nodes keys so that they keep their identity over restarts."
+                f"fedveil.flower: {len(self._roster)} nodes were seen but clients = {self.clients}: the promise counts "
+                "clients. Raise clients, or give nodes keys so that they keep their identity over restarts."
             )
 
     def aggregate_train(
