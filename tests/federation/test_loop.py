@@ -13,9 +13,12 @@ from safetensors.numpy import load_file
 
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
-from fedveil.federation.loop import run
+from fedveil.federation.loop import prepare, release_of, run
+from fedveil.federation.round import moment_of, start
 from fedveil.federation.store import checkpoints, open_run
+from fedveil.privacy.ledger import Ledger
 from fedveil.protect.catalogue import catalogue
+from fedveil.training import pool
 
 SMALL = [
     "dataset=cancer",
@@ -316,3 +319,43 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, 
     with pytest.raises(UserError, match="device"):
         run(load_config("fed-cdp", [*SMALL, f'device="{name}"']), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+BLOWS_UP = [*SMALL, "rounds=5", "local_steps=1", "sigma=20", "evaluate_every=1"]
+
+
+def test_rounds_that_a_stop_leaves_out_are_charged_before_anybody_hears_of_it(tmp_path):
+    heard = []
+    config = load_config("sum-cdp", [*BLOWS_UP, "learning_rate=1e38"])
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    result = run(config, tmp_path / "run", on_round=lambda facts: heard.append((facts.round, Ledger.read(ledger).rounds)))
+    assert "no longer finite" in result["stopped"]
+    assert heard == [(1, 5)]
+    assert open_run(tmp_path / "run").metrics[0]["epsilon"] == result["ledger"][0]["epsilon"]
+
+
+def test_the_charge_of_rounds_left_out_ends_where_the_budget_would_have_ended_them(tmp_path):
+    charged = []
+    for rate in (0.01, 1e38):
+        config = load_config("sum-cdp", [*BLOWS_UP, f"learning_rate={rate}", "target_epsilon=0.3"])
+        result = run(config, tmp_path / f"{rate}")
+        charged.append(Ledger.read(tmp_path / f"{rate}" / "ledger.jsonl").rounds)
+        assert result["rounds"] == (charged[0] if rate < 1 else 1)
+        assert next(r for r in result["ledger"] if r["observer"] == "server")["epsilon"] <= 0.3
+    assert 1 < charged[0] == charged[1] < 5
+
+
+def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch):
+    """Client 0's noise runs on a proven engine, client 1's does not: nothing about the run is sound."""
+    choose = pool.choose
+
+    def graph_for_laplace(module, plan, engine="auto", **more):
+        return ("graph", "") if plan.noise == "laplace" else choose(module, plan, engine, **more)
+
+    monkeypatch.setattr(pool, "choose", graph_for_laplace)
+    told = ["clients=2", "client_epsilons=[4.0, 8.0]", "client_mechanisms=['gaussian', 'laplace']"]
+    prepared = prepare(load_config("udp-fl", [*SMALL, *told]))
+    assert prepared.engine == "graph"
+    now = moment_of(prepared.task, start(prepared.task, prepared.initial))
+    said = [c for _, claims in release_of(prepared, now, np.arange(2)).groups for c in claims if c.event is not None]
+    assert said and all(c.verdict == "nominal" for c in said)

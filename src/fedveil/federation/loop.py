@@ -46,6 +46,7 @@ from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
+from fedveil.protect import bounded
 from fedveil.protect.catalogue import named_code
 from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
@@ -174,8 +175,7 @@ def prepare(
         task, more = by_formula(task, config, dealt)
         notes += more
     initial = flatten(module)
-    sample = plan_of(task, moment_of(task, start(task, initial)), 0, dealt.size(0))
-    engine, reason = pool.choose(module, sample, config.engine)
+    engine, reason = engine_of(task, initial, dealt, config)
     task = replace(task, setting=replace(task.setting, engine=engine))
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
 
@@ -184,6 +184,18 @@ def with_features(dataset: Dataset, config: RunConfig) -> Dataset:
     """The dataset behind the configuration's fixed features, or those that its kind of rows needs."""
     front = config.features or features.default(dataset)
     return features.apply(dataset, front) if front else dataset
+
+
+def engine_of(task: Task, initial: np.ndarray, dealt: Partition, config: RunConfig) -> tuple[str, str]:
+    """The engine that speaks for the run, and why it runs: where clients have recipes of their own, one whose sums nothing
+    is proven about if any of them needs it."""
+    now = moment_of(task, start(task, initial))
+    alike = {recipe: client for client, (recipe, _) in reversed(task.own.items())}
+    found = [
+        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device)
+        for client in dict.fromkeys((0, *alike.values()))
+    ]
+    return next((one for one in found if one[0] not in bounded.COVERED), found[0])
 
 
 def terms_of(config: RunConfig, clients: int) -> sums.Terms | None:
@@ -398,14 +410,19 @@ def play(
         if task.own_epsilon:
             facts["sat_out"] = len(drawn) - len(clients)
         seconds = time.perf_counter() - clock
+        if _evaluated(config, state) and not np.isfinite(model_weights(state)).all():
+            charge_rest(prepared, ledger, state)  # before anybody is told that the run ends here
         done = record_round(prepared, folder, ledger, state, facts, private, seconds, on_round)
-        if done and not np.isfinite(model_weights(state)).all():
-            charge_rest(prepared, ledger, state)
         if state.round % config.checkpoint_every == 0 or state.round == config.rounds or done:
             store.save_checkpoint(folder / "checkpoints", state, ledger.head)
         if done:
             return state, done
     return state, "all rounds done"
+
+
+def _evaluated(config: RunConfig, state: State) -> bool:
+    """Is the model looked at after this round?"""
+    return state.round % config.evaluate_every == 0 or state.round == config.rounds
 
 
 def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
@@ -634,7 +651,7 @@ def record_round(
     line: dict[str, Any] = {"round": state.round, "seconds": seconds, **facts}
     line["epsilon"] = ledger.epsilon(config.observer, unit_of(task.recipe), accountant=config.accountant)
     stop = ""
-    if state.round % config.evaluate_every == 0 or state.round == config.rounds:
+    if _evaluated(config, state):
         weights = model_weights(state)
         found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
         line |= {f"test_{name}": value for name, value in found.items()}
