@@ -57,20 +57,32 @@ def init(
     shuffler_key: Annotated[
         str, typer.Option(help="File with the server's secret key (64 hex digits) for the shuffler.")
     ] = "",
+    secure_sum: Annotated[
+        bool,
+        typer.Option("--secure-sum", help="Nodes mask their sums and add the noise in shares (docs/secure-sum.md)."),
+    ] = False,
+    attempts: Annotated[int, typer.Option(min=1, help="Of a secure sum in one round; each is charged.")] = 1,
+    home: HomeOption = DEFAULT_HOME,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a project that `flwr run` and `fedveil flower run` accept.
 
+    A secure sum needs the roster of all nodes: --roster, or else the one that `fedveil flower up` makes in its --home.
+
     Examples:
 
       fedveil flower init trial fed-cdp --set clients=4
+
+      fedveil flower init trial adult-headline-b --secure-sum --set clients=8
 
       fedveil flower init study study.toml --deadline 1800 --public public.csv --contract flu.toml --roster roster.json
     """
     from fedveil.federation.config import load_config
     from fedveil.flower.project import write_project
 
-    read = load_config(config, change)
+    read = load_config(config, [*change, *(["secure_sum=true"] if secure_sum else [])])
+    if read.secure_sum and not roster:
+        roster = str(home / "roster.json")
     options: dict[str, Any] = {
         "out": str((out or folder / "run").absolute()),
         "deadline": float(deadline),
@@ -83,10 +95,12 @@ def init(
         },
         "shuffler": shuffler,
         "shuffler_key": str(Path(shuffler_key).absolute()) if shuffler_key else "",
+        "attempts": attempts,
     }
     from fedveil.flower.server import Options, parties_of
 
-    parties_of(read, Options(**options))
+    if not read.secure_sum or Path(roster).exists():  # `fedveil flower up` makes it later
+        parties_of(read, Options(**options))
     write_project(folder, read, options)
     found = {"project": str(folder), "recipe": read.recipe, "clients": read.clients, "out": options["out"]}
 
@@ -244,6 +258,7 @@ def run(
     shown, looked, state, begun_again = 0, 0.0, "submitted", 0
     gone: list[str] = []
     missed = 0.0
+    stage = ""
     try:
         while not state.startswith("finished") or (state == "finished:failed" and begun_again < again):
             if state == "finished:failed":
@@ -254,6 +269,7 @@ def run(
                       "checkpoint", file=sys.stderr)  # fmt: skip
                 number, state, looked = _begin(env, project, name), "submitted", time.monotonic()
             shown = _follow(out, rounds, shown, quiet=as_json)
+            stage = stage if as_json else _stage(out, stage)
             if time.monotonic() - looked >= poll or (out / "result.json").exists():
                 state, looked = stack.status(env, number, name), time.monotonic()
                 if not superlink and (now := stack.lost(stack.read(home))) != gone:
@@ -349,6 +365,19 @@ def _follow(out: Path, rounds: int, shown: int, quiet: bool) -> int:
     for line in [] if quiet else lines[shown:]:
         print(_line(line, rounds), file=sys.stderr, flush=True)
     return len(lines)
+
+
+def _stage(out: Path, before: str) -> str:
+    """Say stage, missing nodes and time left of a secure sum, when stage or nodes changed; returns what was said."""
+    import sys
+
+    from fedveil.flower.summing import stage_line
+
+    now = stage_line(out)
+    if now and now.rpartition(",")[0] != before.rpartition(",")[0]:
+        print(f"  {now}", file=sys.stderr, flush=True)
+        return now
+    return before
 
 
 def _line(line: dict[str, Any], rounds: int) -> str:

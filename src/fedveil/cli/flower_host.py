@@ -75,6 +75,8 @@ def status(
 ) -> None:
     """Say which processes run, how often they were started again, and how far a run is. Exit code 1 if one is down.
 
+    Of a run with secure sums also the stage, the nodes it waits for, and the time left.
+
     Example:  fedveil flower status --home /etc/fedveil
     """
     from fedveil.flower import stack
@@ -94,12 +96,14 @@ def status(
     found: dict[str, Any] = {"parts": parts}
     if run is not None:
         from fedveil.federation.store import read_lines
+        from fedveil.flower.summing import stage_line
 
         lines = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
         found["run"] = {
             "rounds": len(lines),
             "finished": (run / "result.json").exists(),
             "last": lines[-1] if lines else None,
+            "stage": stage_line(run),
         }
     down = [name for name, facts in parts.items() if not facts.get("pid")]
 
@@ -111,6 +115,8 @@ def status(
             print(
                 f"run: {found['run']['rounds']} rounds" + (", finished" if found["run"]["finished"] else "")
             )
+            if found["run"]["stage"]:
+                print(f"secure sum: {found['run']['stage']}")
 
     emit(found, as_json, show)
     if down:

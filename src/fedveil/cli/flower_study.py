@@ -49,6 +49,9 @@ def contract(
     submitter: Annotated[
         list[str], typer.Option(help="Public key (64 digits) that must sign requests; may be given often.")
     ] = [],
+    roster_owner: Annotated[
+        str, typer.Option(help="Secure sums: public key (64 digits) of the one who signs the roster.")
+    ] = "",
     change: Annotated[list[str], typer.Option("--set", help="Change a key of the configuration.")] = [],
     diff: Annotated[
         Path | None, typer.Option(help="Say what FILE changes against this older version.")
@@ -84,7 +87,7 @@ def contract(
         data = onboard.data_of_public(public, target, examples, ranges, names)
         agreed = onboard.contract_of_study(
             _config(config, change), data, study=study, epsilon=_epsilon(epsilon), observer=observer, unit=unit, delta=delta,
-            valid_until=until, submitters=submitter, version=version,
+            valid_until=until, submitters=submitter, version=version, roster_owner=roster_owner,
         )  # fmt: skip
         contracts.write_contract(file, agreed)
     agreed = contracts.read_contract(file)

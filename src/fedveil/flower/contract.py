@@ -244,7 +244,7 @@ def _admit(contract: Contract, request: Request, now: float) -> Admitted:
         raise Refused(f"contract: it ended at {contract.valid_until}; the owner has to renew it")
     submitter = _submitter(contract, request)
     recipe = _recipe(contract, request)
-    _within(contract.bounds, config)
+    _within(contract.bounds, config, takes_steps=not recipe.place.sum_only)
     _model(contract, request)
     _data(contract, request)
     _features(contract, config.features)
@@ -329,8 +329,10 @@ def _flat(changes: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _within(bounds: Bounds, config: Any) -> None:
-    rates = [config.learning_rate, *([] if config.learning_rate_end is None else [config.learning_rate_end])]
+def _within(bounds: Bounds, config: Any, takes_steps: bool = True) -> None:
+    """takes_steps: a node that sends a sum of gradients takes none, so the learning rate is the server's own matter."""
+    ends = [config.learning_rate, config.learning_rate_end] if takes_steps else []
+    rates = [rate for rate in ends if rate is not None]
     for name, value, (low, high) in (
         *(("learning_rate", rate, bounds.learning_rate) for rate in rates),
         ("batch_size", config.batch_size, bounds.batch),

@@ -29,6 +29,7 @@ from fedveil.flower.contract import (
     Contract,
     Data,
     Model,
+    SumTerms,
     from_json,
     package_digest,
     read_contract,
@@ -88,10 +89,12 @@ def contract_of_study(
     valid_until: str = "",
     submitters: Sequence[str] = (),
     version: int = 1,
+    roster_owner: str = "",
 ) -> Contract:
-    """The contract under which exactly this study can run on such data."""
+    """The contract under which exactly this study can run on such data. roster_owner: public key that signs the roster."""
     from fedveil.federation.checks import architecture_digest
     from fedveil.federation.harmonize import clip_for
+    from fedveil.federation.loop import with_features
     from fedveil.flower.owndata import empty_dataset
     from fedveil.flower.owner import deployable
     from fedveil.models import nets
@@ -99,11 +102,10 @@ def contract_of_study(
     from fedveil.protect.recipe import with_changes
 
     recipe = config.built_recipe()
-    deployable(recipe, shuffler=True)
-    name = nets.default_model(empty_dataset(data)) if config.model == "auto" else config.model
-    module = nets.build(
-        name, data.example_shape, len(data.classes) or None, config.seed, **config.model_options
-    )
+    deployable(recipe, shuffler=True, secure_sum=config.secure_sum)
+    form = with_features(empty_dataset(data), config)
+    name = nets.default_model(form) if config.model == "auto" else config.model
+    module = nets.build(name, form.shape, form.classes, config.seed, **config.model_options)
     recipes = {recipe_digest(recipe): recipe.name}
     for mechanism in config.client_mechanisms or ():
         own = with_changes(recipe, {"mechanism": mechanism, **clip_for(mechanism)})
@@ -125,12 +127,26 @@ def contract_of_study(
         bounds=bounds_of(config, layout.size),
         checks=Checks(structure=True, change=True),
         submitters=tuple(submitters),
+        features=(config.features,) if config.features else (),
+        sum=_sum_terms(config, roster_owner) if config.secure_sum else None,
     )
     try:
         from_json(json.loads(limits.canonical(_plain(made))))
     except limits.Malformed as wrong:
         raise UserError(str(wrong)) from None
     return made
+
+
+def _sum_terms(config: RunConfig, roster_owner: str) -> SumTerms:
+    """The study's own threshold and colluders, over a roster that this key signs."""
+    from fedveil.federation.sums import Terms
+
+    if not roster_owner:
+        raise UserError(
+            "a secure sum needs the public key of the one who signs the roster (--roster-owner): a node masks for the keys on it"
+        )
+    terms = Terms.of(config.clients, config.sum_threshold, config.sum_colluders)
+    return SumTerms(terms.threshold, terms.colluders, owner=roster_owner)
 
 
 def _plain(contract: Contract) -> dict[str, Any]:
@@ -358,6 +374,8 @@ def accept(path: Path, home: Path, data: str = "", answer: Path | None = None) -
         (home / "contract.toml").write_text(told["contract"], "utf-8")
         agreed = read_contract(home / "contract.toml", pinned=told["digest"])
         settings |= {"contract": str(home.absolute() / "contract.toml"), "contract-digest": agreed.digest}
+        if agreed.sum is not None:  # the owner brings it once everybody has joined
+            settings["roster"] = str(home.absolute() / "roster.json")
     if data:
         settings["data"] = str(Path(data).absolute())
     if told["ca"]:
@@ -474,6 +492,16 @@ def summary(contract: Contract) -> list[str]:
         said.append(f"data: {data.examples} records, {what}, target '{data.target}' ({kind})")
     looks = [word for word in ("structure", "change") if getattr(contract.checks, word)]
     said.append("models are checked before training: the first one, bit by bit" + "".join(f", {word}" for word in looks))
+    if contract.features:
+        said.append("fixed features in front: " + ", ".join(contract.features))
+    if contract.sum is not None:
+        terms = contract.sum
+        signer = identity.fingerprint(bytes.fromhex(terms.owner))
+        whose = f"of digest {terms.roster[:16]}…" if terms.roster else f"signed by {signer}"
+        said.append(
+            f"secure sums: opened only with {terms.threshold} nodes or more of the roster {whose}; {terms.colluders} nodes or "
+            "more are taken to collude with the server"
+        )
     said.append("signed requests only, of " + ", ".join(identity.fingerprint(bytes.fromhex(k)) for k in contract.submitters)
                 if contract.submitters else "requests of anybody whom the SuperLink lets in")  # fmt: skip
     return said

@@ -170,11 +170,12 @@ def _newer(seat: Seat) -> None:
 
 @dataclass(frozen=True)
 class Collected:
-    """How an attempt ended at the server, what it received, and why nodes' messages were not used."""
+    """How an attempt ended at the server, what it received, why messages were not used, and who was lost in which stage."""
 
     result: Sum | Failure
     bytes_up: int
     reasons: tuple[str, ...]
+    lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | None = None) -> Collected:
@@ -185,7 +186,7 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
     """
     server = coordinator.begin(session)
     outgoing: dict[int, bytes] = dict.fromkeys(server.expected, b"")
-    size, reasons = 0, []
+    size, reasons, lost = 0, [], {}
     while server.result is None:
         stage, until = server.stage, time.monotonic() + deadline
         if on_stage:
@@ -204,9 +205,10 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
             if server.stage != stage:
                 break
         if server.stage == stage:
+            lost[coordinator.STAGES[stage]] = server.missing
             step = coordinator.close(server)
             server, following = step.coordinator, dict(step.outgoing)
         outgoing = following
     if on_stage:
         on_stage(coordinator.STAGES[server.stage], (), 0.0)
-    return Collected(server.result, size, tuple(reasons))
+    return Collected(server.result, size, tuple(reasons), lost)

@@ -24,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
+from fedveil.flower.identity import public_of, read_identity, write_identity
+from fedveil.flower.roster import Member, Roster, write_roster
 
 HOST = "127.0.0.1"
 NAME = "fedveil"  # of the connection in Flower's configuration file
 READY = 120.0  # seconds for a process to come up on a busy machine
+TRAINER = (sys.executable, "-m", "fedveil", "flower", "trainer")
 
 
 @dataclass(frozen=True)
@@ -273,6 +276,7 @@ def up(
     node_config: Mapping[str, Any] = {},
     trainers: bool = True,
     superlink_env: Mapping[str, str] = {},
+    trainer_command: Sequence[str] = TRAINER,
 ) -> Stack:
     """Start everything and wait until the nodes are in. A failure stops what was started.
 
@@ -288,6 +292,7 @@ def up(
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=0.5):
         raise UserError(f"port {port} is in use; choose another with --port")
     _lay_out(folder, port, nodes, insecure)
+    rules = with_sum(policy or default_policy(), make_roster(folder, nodes))
     stack = Stack(folder, port, insecure, nodes, {})
     try:
         stack = start_superlink(stack, superlink_env)
@@ -295,8 +300,8 @@ def up(
             register(stack, [folder / f"keys/node-{n}.pub" for n in range(nodes)])
         for number in range(nodes):
             (folder / f"nodes/{number}").mkdir(parents=True, exist_ok=True)
-            (folder / f"nodes/{number}/policy.toml").write_text(policy or default_policy(), "utf-8")
-            stack = start_node(stack, number, node_config, trainer=trainers)
+            (folder / f"nodes/{number}/policy.toml").write_text(rules, "utf-8")
+            stack = start_node(stack, number, node_config, trainer=trainers, command=trainer_command)
         for number in range(nodes):
             wait_node(stack, number)
         return stack
@@ -319,6 +324,28 @@ def _lay_out(folder: Path, port: int, nodes: int, insecure: bool) -> None:
     (folder / "flwr/config.toml").write_text(
         f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{HOST}:{port}"\n{how}\n', "utf-8"
     )
+
+
+def make_roster(folder: Path, nodes: int) -> Roster:
+    """Identity keys of the nodes, and the roster of them in roster.json; both stay if they are there."""
+    members = []
+    for number in range(nodes):
+        path = folder / f"nodes/{number}/identity"
+        if not path.exists():
+            write_identity(path)
+        members.append(Member(number, f"node-{number}", public_of(read_identity(path))))
+    roster = Roster("trial", 1, tuple(members))
+    write_roster(folder / "roster.json", roster)
+    return roster
+
+
+def with_sum(policy: str, roster: Roster) -> str:
+    """The policy with terms for secure sums over this roster, unless it has some: the least safe threshold, one colluder."""
+    nodes = len(roster.members)
+    if nodes < 2 or "sum_roster" in policy:
+        return policy
+    terms = {"sum_threshold": (nodes + 1) // 2 + 1, "sum_colluders": 1, "sum_roster": roster.digest}
+    return policy.rstrip() + "\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in terms.items())
 
 
 def _with(stack: Stack, **processes: Started) -> Stack:
@@ -386,7 +413,13 @@ def register(stack: Stack, keys: Sequence[Path]) -> None:
 
 
 def start_node(
-    stack: Stack, number: int, more: Mapping[str, Any] = {}, *, trainer: bool = True, light: bool = True
+    stack: Stack,
+    number: int,
+    more: Mapping[str, Any] = {},
+    *,
+    trainer: bool = True,
+    light: bool = True,
+    command: Sequence[str] = TRAINER,
 ) -> Stack:
     """One SuperNode, with its trainer; also restarts one that was lost. light: see `flower.lightnode`."""
     home = stack.folder / f"nodes/{number}"
@@ -394,6 +427,8 @@ def start_node(
         "home": str(home),
         "policy": str(home / "policy.toml"),
         "partition-id": number,
+        "identity": str(home / "identity"),
+        "roster": str(stack.folder / "roster.json"),
         **more,
     }
     env = environment(home / "flwr")
@@ -402,9 +437,8 @@ def start_node(
         known = stack.processes.get(f"trainer-{number}")
         settings["trainer"] = _socket_path(home)
         if known is None or not alive(known):
-            command = [sys.executable, "-m", "fedveil", "flower", "trainer", settings["trainer"]]
             asked = _node_config({k: v for k, v in settings.items() if k != "trainer"})
-            began_now = start([*command, "--node-config", asked], home / "trainer.log", env)
+            began_now = start([*command, settings["trainer"], "--node-config", asked], home / "trainer.log", env)
             stack = _with(stack, **{f"trainer-{number}": began_now})
     secure = ["--insecure"] if stack.insecure else [
         "--root-certificates", str(stack.folder / "tls/ca.crt"),
@@ -452,11 +486,11 @@ def _node_config(settings: Mapping[str, Any]) -> str:
 
 
 def default_policy() -> str:
-    """For trying out: every recipe that adds noise and that Flower can carry; the budget is left open."""
+    """For trying out: every recipe that adds noise; the budget is left open."""
     from fedveil.protect.catalogue import catalogue
 
-    names = [r.name for r in catalogue().values() if r.private and not r.place.sum_only]
-    changes = 'changes = ["sigma", "clip.bound", "channel", "epsilon", "mechanism"]'
+    names = [r.name for r in catalogue().values() if r.private]
+    changes = 'changes = ["sigma", "clip.bound", "channel", "epsilon", "mechanism", "sampling", "cohort"]'
     return f'recipes = {json.dumps(names)}\n{changes}\nmaximum_epsilon = "unlimited"\n'
 
 

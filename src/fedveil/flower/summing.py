@@ -87,6 +87,7 @@ def play_sum(
     task = prepared.task
     reasons: list[str] = []
     size = number = 0
+    lost: dict[str, list[int]] = {}
     for number in range(1, attempts + 1):
         if number > 1 and loop.affordable(prepared, ledger, now, clients)[1]:
             reasons.append("no budget is left for another attempt")
@@ -97,6 +98,7 @@ def play_sum(
         session, found = _attempt(prepared, state, now, link, told, folder, ticket, deadline, view, reasons)
         size += found.bytes_up
         reasons += found.reasons
+        lost = {stage: [node - 1 for node in nodes] for stage, nodes in found.lost.items()}
         if not isinstance(found.result, Failure):
             total = found.result.total * session.parameters.grid
             following, facts = merge_opened(task, state, now, total, len(found.result.survivors))
@@ -109,6 +111,7 @@ def play_sum(
         "arrived": len(facts["survivors"]),
         "missing": len(clients) - len(facts["survivors"]),
         "attempts": number,
+        "lost": lost,  # of the last attempt, by stage
         "bytes_up": size,
         "sigma": now.sigmas[0],
         "bound": now.bounds[0],
