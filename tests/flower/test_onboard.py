@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,49 @@ def test_an_anchor_that_disagrees_is_said(study: Path) -> None:
     found = CliRunner().invoke(build(), ["flower", "anchor", "--node-config", settings])
     assert found.exit_code == 1 and "DO NOT AGREE" in found.output
     assert "h.anchor.json" in cli("anchor", "--forget", "--node-config", settings)
+
+
+SUMMED = """
+recipe = "sum-cdp"
+clients = 4
+rounds = 3
+local_steps = 1
+batch_size = 40
+learning_rate = 50.0
+model = "logistic"
+features = "unit:constant=1"
+secure_sum = true
+sum_threshold = 4
+delta = 1e-3
+
+[protect]
+sampling = "full"
+cohort = "all"
+sigma = 8.0
+"clip.bound" = 0.1
+"""
+
+
+def test_a_study_with_secure_sums_from_its_papers_to_a_trained_model(study: Path) -> None:
+    """The contract names threshold, colluders and who signs the roster; the roster comes to the nodes by their owner."""
+    Path("study.toml").write_text(SUMMED)
+    Path("flu.toml").unlink()
+    owner = identity.public_of(identity.read_identity("owner.key")).hex()
+    asked = ("contract", "flu.toml", "--config", "study.toml", "--public", "public.csv", "--target", "outcome", "--examples", 40,
+             "--epsilon", 20, "--delta", "1e-3", "--range", "age=0:120", "--study", "flu")  # fmt: skip
+    with pytest.raises(UserError, match="--roster-owner"):
+        cli(*asked)
+    shown = cli(*asked, "--roster-owner", owner)
+    assert "secure sums: opened only with 4 nodes or more" in shown and "unit:constant=1" in shown
+    nodes = {100 + n: join(name, 40, n) for n, name in enumerate(("a", "b", "c", "d"))}
+    options = Options(out=str(study / "run"), join=1.0, deadline=60.0, poll=0.01, public="public.csv", contract="flu.toml",
+                      roster="roster.json", identity="server.key", patience=1)  # fmt: skip
+    with pytest.raises(UserError, match="roster is not the one that its owner agreed to"):
+        serve(LocalGrid(client_app(), nodes), load_config("study.toml"), replace(options, out=str(study / "first")))
+    for name in "abcd":
+        shutil.copy("roster.json", Path(name, "roster.json"))
+    result = serve(LocalGrid(client_app(), nodes), load_config("study.toml"), options)
+    assert result["rounds"] == 3 and result["simulated"] is False
+    assert [line["arrived"] for line in open_run(study / "run").metrics] == [4, 4, 4]
+    rows = {r["observer"]: r["verdict"] for r in result["ledger"] if r["unit"] == "example"}
+    assert rows["server"] == rows["participants"] == rows["public"] == "sound"

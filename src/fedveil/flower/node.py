@@ -215,8 +215,12 @@ def _coming(
     owner: Owner,
     root_of: RootOf | None,
     cache: dict[str, Any],
+    checked: bool = False,
 ) -> _Coming:
-    """The round as this node would play it; `Refused` where the contract does not allow its numbers."""
+    """The round as this node would play it; `Refused` where the contract does not allow its numbers.
+
+    checked: the model was looked at when the attempt began (a secure sum's later messages are bound to it).
+    """
     from fedveil.federation.round import moment_of, recipe_of
     from fedveil.flower.modelcheck import before_training
     from fedveil.keys import entropy
@@ -226,7 +230,8 @@ def _coming(
     task = replace(prepared.task, root=root)
     prepared = replace(prepared, task=task)
     state = state_of(arrays, task, request.round, contract.bounds.weight)
-    before_training(prepared, state, request, contract, owner.home)
+    if not checked:
+        before_training(prepared, state, request, contract, owner.home)
     recipe = recipe_of(task, owner.client)
     now = moment_of(task, state)
     if owner.client in task.own:
@@ -294,7 +299,7 @@ def play_sum(
         arrays = secure_sum.model_kept(owner.home, run, request.round, attempt)
     else:
         arrays = {name: value for name, value in arrays.items() if name != "message"}
-    coming = _coming(request, contract, arrays, owner, root_of, cache)
+    coming = _coming(request, contract, arrays, owner, root_of, cache, checked=bool(data))
     task, now = coming.prepared.task, coming.now
     (noised,) = noised_of(task, now, -1, task.setting.examples)
     parameters = parameters_of(task, noised, secure_sum.model_of(facts, arrays))
