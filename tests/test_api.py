@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedveil as fv
+from fedveil.errors import UserError
 
 
 def blobs(seed=0, n=240):
@@ -115,3 +116,16 @@ def test_own_arrays_are_checked():
     x[7, 0] = np.nan
     with pytest.raises(fv.UserError, match="7"):
         fv.dataset(x, y, x_test, y_test)
+
+
+def test_classes_of_own_arrays_are_given_or_shown_by_public_rows_or_nothing_is_promised(tmp_path):
+    x, y, few = np.zeros((12, 3), np.float32), np.arange(12) % 3, np.array([0, 1])
+    assert fv.dataset(x, y, x[:2], few, classes=4).notes == () and fv.dataset(x, y, x, y).notes == ()
+    with pytest.raises(UserError, match="classes = 2"):
+        fv.dataset(x, y, x[:2], few, classes=2)
+    counted = fv.dataset(x, y, x[:2], few)
+    assert counted.classes == 3 and counted.notes[0].startswith("private:")
+    told = fv.run("fed-cdp-sound", data=counted, clients=2, rounds=1, local_steps=1, batch_size=2, out=tmp_path / "run",
+                  report=False)  # fmt: skip
+    server = [row for row in told.ledger if row["observer"] == "server"]
+    assert server and all(row["verdict"] == "none" and "number of classes" in row["reason"] for row in server)

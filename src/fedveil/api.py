@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedveil.data.datasets import Dataset
+from fedveil.data.tables import COUNTED
 from fedveil.errors import UserError
 from fedveil.federation import loop, own_loop
 from fedveil.federation.config import GIVEN, load_config, make_config, trusting_code
@@ -72,8 +73,13 @@ def dataset(
     groups: np.ndarray | None = None,
     x_validation: np.ndarray | None = None,
     y_validation: np.ndarray | None = None,
+    classes: int | None = None,
 ) -> Dataset:
-    """Your own arrays as a dataset: whole-number labels 0, 1, … mean classification, floats regression."""
+    """Your own arrays as a dataset: whole-number labels 0, 1, … mean classification, floats regression.
+
+    classes: how many there are, a public number. Without it they are counted; where only (private) training rows show the
+    largest label, nothing finite is promised about runs on this dataset, and its notes say why.
+    """
     x, x_test = np.asarray(x, np.float32), np.asarray(x_test, np.float32)
     y, y_test = np.asarray(y), np.asarray(y_test)
     if len(x) != len(y) or len(x_test) != len(y_test):
@@ -90,10 +96,16 @@ def dataset(
             f"dataset: x has a value that is not finite (first bad row: {bad if bad >= 0 else 'in x_test'})"
         )
     if np.issubdtype(y.dtype, np.integer):
-        classes = int(max(y.max(initial=0), y_test.max(initial=0))) + 1
+        shown = y_test if y_validation is None else np.concatenate([y_test, y_validation])
+        public = int(shown.max(initial=-1))
+        largest = max(int(y.max(initial=0)), public)
         if y.min(initial=0) < 0:
             raise UserError("dataset: labels must be 0, 1, …; found a negative one")
-        more: dict[str, Any] = {"classes": classes, "task": "classification"}
+        if classes is not None and largest >= classes:
+            raise UserError(f"dataset: classes = {classes}, but a label is {largest}; labels are 0 to {classes - 1}")
+        counted = classes is None and largest > public
+        more: dict[str, Any] = {"classes": classes or largest + 1, "task": "classification"}
+        more["notes"] = (COUNTED,) if counted else ()
         y, y_test = y.astype(np.int64), y_test.astype(np.int64)
     else:
         more = {"classes": None, "task": "regression"}

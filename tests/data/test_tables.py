@@ -204,3 +204,21 @@ def test_functions_return_datasets_or_tuples(tmp_path, monkeypatch):
     ]:
         with pytest.raises(UserError, match=message):
             load(f"own_data_one:{name}", **options)
+
+
+def test_a_number_of_classes_is_public_given_or_ends_the_promise(tmp_path):
+    """What only training labels show is private: one row with a new label would change the model that is released."""
+    x, y = np.zeros((8, 2)), np.array([0, 1, 2, 0, 1, 2, 0, 1])
+    shown = from_arrays("own", x, y, x[:3], np.array([0, 1, 2]))
+    assert shown.classes == 3 and not any(note.startswith("private:") for note in shown.notes)
+    hidden = from_arrays("own", x, y, x[:2], np.array([0, 1]))
+    assert hidden.classes == 3 and any(note.startswith("private: the number of classes") for note in hidden.notes)
+    given = from_arrays("own", x, y, x[:2], np.array([0, 1]), classes=5)
+    assert given.classes == 5 and not any(note.startswith("private:") for note in given.notes)
+    with pytest.raises(UserError, match="label 2"):
+        from_arrays("own", x, y, x[:2], np.array([0, 1]), classes=2)
+    path = tmp_path / "words.csv"
+    path.write_text("a,label,part\n" + "".join(f"{k},{w},{p}\n" for k, (w, p) in enumerate(
+        [("cat", "train"), ("dog", "train"), ("eel", "train"), ("cat", "test"), ("eel", "test")])))
+    words = load(path, target="label", split="part")
+    assert words.classes == 3 and any(note.startswith("private:") for note in words.notes)  # "dog" renumbers "eel"

@@ -11,6 +11,8 @@ from test_refusals import Stage
 
 from fedveil.errors import UserError
 from fedveil.privacy import accountants
+from fedveil.privacy.accountants import answer
+from fedveil.protect import exact
 from fedveil.secure_sum import graph, journal, masks, messages, noise, parameters, party, shamir
 from fedveil.secure_sum.parameters import Parameters
 
@@ -298,3 +300,15 @@ def test_the_promise_of_a_sum_is_close_to_that_of_central_noise():
     central = replace(event, noise=replace(event.noise, multiplier=4.0))
     here, there = (accountants.answer([e], 1e-5).epsilon for e in (event, central))
     assert here <= there * 1.02
+
+
+def test_claims_carry_the_samplers_errors_and_the_chance_of_a_sparse_graph():
+    dense = Parameters(MODEL, 100, 2.0**-12, 1.0, 4.0, 10, 8, 2)
+    noised = noise.claims(dense)[0].event.noise
+    error = exact.shares_error(noise.share_deviation(dense) / dense.grid, dense.honest)
+    assert (noised.ratio, noised.tail) == (100 * error.ratio, 100 * error.tail) and noised.ratio > 0
+    sparse = Parameters(MODEL, 1, 2.0**-12, 1.0, 4.0, 150, 140, 1, degree=60, share_threshold=40)
+    assert noise.claims(sparse)[0].event.noise.tail >= 2.0**-40
+    one = noise.claims(sparse)[0].event
+    exact_law = replace(one, noise=replace(one.noise, ratio=0.0, tail=0.0), steps=100)
+    assert answer([replace(one, steps=100)], 1e-8).epsilon > answer([exact_law], 1e-8).epsilon * 1.0001

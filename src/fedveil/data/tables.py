@@ -107,6 +107,12 @@ def from_function(spec: str, *, seed: int = 0, target: str | None = None, **opti
     )
 
 
+COUNTED = (
+    "private: the number of classes was counted in the training labels, unpaid; give it (classes = N), or let the test rows, "
+    "which are public, show every class"
+)
+
+
 def from_arrays(
     name: str,
     x: Any,
@@ -120,12 +126,14 @@ def from_arrays(
     task: Task | None = None,
     ranges: Ranges | None = None,
     where: str | None = None,
+    classes: int | None = None,
 ) -> Dataset:
     """A checked Dataset from plain arrays.
 
     Images are [n, channels, h, w]; images of type uint8 are divided by 255. Without test arrays a seeded
     fraction `test` of the rows is held out. Labels that are whole numbers mean classification unless
-    `task` says otherwise.
+    `task` says otherwise. classes: how many there are, a public number; without it the labels are counted, and unless the
+    (public) test rows show as many, a note says that private rows decided.
     """
     where = where or name
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
@@ -147,9 +155,10 @@ def from_arrays(
     task = task or ("regression" if not _whole(y) else "classification")
     if task not in ("classification", "regression"):
         raise UserError(f"{where}: task = '{task}' is unknown; use 'classification' or 'regression'.")
-    classes = None
+    given, classes = classes, None
     if task == "classification":
-        classes = _classes(y, where)
+        classes = _classes(y, where) if given is None else given
+        _labels_within(y, classes, where, "y")
         if y_test is not None:
             _labels_within(y_test, classes, where, "y_test")
     if x_test is None:
@@ -157,6 +166,8 @@ def from_arrays(
         x_test, y_test, x, y = x[held], y[held], x[train], y[train]
         groups = None if groups is None else groups[train]
         notes.append(f"{len(held)} of {len(held) + len(train)} rows held out for testing by seed")
+    if classes is not None and given is None and y_test.max(initial=-1) + 1 < classes:
+        notes.append(COUNTED)
     scale = (lambda a: a.astype(np.float32) / np.float32(255)) if pixels else (lambda a: a.astype(np.float32))
     x, x_test = scale(x), scale(x_test)
     if ranges is not None:
@@ -258,6 +269,8 @@ def from_csv(
         notes = (f"texts of column '{text}' as bytes; `features` turns each alone into numbers", *made.notes[1:])
     if names:
         notes = (*notes, f"classes from the words in '{target}': {', '.join(names)}")
+        if len(np.unique(made.y_test)) < len(names) and COUNTED not in notes:
+            notes = (*notes, COUNTED)  # another set of words numbers all of them otherwise
     return dataclasses.replace(made, notes=notes, class_names=names)
 
 

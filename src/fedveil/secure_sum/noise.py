@@ -5,8 +5,7 @@ A share is a vector of integers of the discrete Gaussian law with variance (devi
 planned, never less; what colluding nodes know of their own shares is not counted.
 
 Shares of the discrete Gaussian law do not add up to it exactly, and a sampler is exact up to a bound: `exact.shares_error`
-has both. What an (epsilon, delta) must be raised by for one sum (`exact.extra`) is refused above `LARGEST_EXTRA` and
-lies below what accountants round up by otherwise.
+has both. Claims carry it, so that accountants count it; above `LARGEST_EXTRA` a sum is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 from fedveil.errors import UserError
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Relation, Sampling, Unit
 from fedveil.protect import exact, noise
+from fedveil.secure_sum import graph
 from fedveil.secure_sum.parameters import Parameters
 
 LARGEST_EXTRA = 1e-8
@@ -63,6 +63,17 @@ def multiplier(parameters: Parameters, shares: int | None = None) -> float:
     return exact.shares_multiplier(own, count, parameters.bound, parameters.grid, parameters.size)
 
 
+def drawn(parameters: Parameters, count: int) -> Noise:
+    """The noise of `count` honest shares: its multiplier, and how far it may be from its law.
+
+    Formal guarantee: the shares' samplers are within `ratio` of the law but for `tail`; the chance that a sparse graph leaves
+    fewer honest shares is independent of the data and stands in `tail` too, where it costs more than its own size in delta.
+    """
+    error = exact.shares_error(share_deviation(parameters) / parameters.grid, count)
+    tail = parameters.size * error.tail + (2.0**graph.SECURITY if parameters.degree else 0.0)
+    return Noise("gaussian", multiplier(parameters, count), ratio=parameters.size * error.ratio, tail=tail)
+
+
 def claims(
     parameters: Parameters,
     relation: Relation = "zero-out",
@@ -96,8 +107,8 @@ def claims(
             f"{parameters.nodes}); discrete shares on a grid of {parameters.grid:g}, rounding counted"
         )
         if parameters.degree:
-            why += "; sparse neighbours: but for a chance of 2^-40 per sum"
-        event = Event(Noise("gaussian", multiplier(parameters, count)), sampling, relation, unit, steps)
+            why += "; sparse neighbours: but for a chance of 2^-40 per sum, counted in delta"
+        event = Event(drawn(parameters, count), sampling, relation, unit, steps)
         found.append(Claim(observer, unit, "sound", why, event))
     return tuple(found)
 
