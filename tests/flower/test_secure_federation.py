@@ -198,6 +198,7 @@ def test_with_real_noise_the_ledger_is_sound_for_the_server_and_accuracy_that_of
     assert abs(result["test_accuracy"] - float(np.mean(simulations))) <= room
 
 
+@pytest.mark.slow
 def test_three_nodes_open_one_sum_over_tls_and_get_the_simulators_model(tmp_path: Path, home: Path) -> None:
     config = make_config({
         "recipe": "sum-cdp", "dataset": "cancer", "clients": 3, "partition": "iid", "rounds": 1, "local_steps": 1,
