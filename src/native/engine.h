@@ -11,7 +11,6 @@ constexpr int kMaxLayers = 64;
 enum Kind : int32_t { LINEAR, CONV, RELU, TANH, SIGMOID, MAXPOOL, AVGPOOL, FLATTEN, GROUPNORM };
 enum Clip : int32_t { CLIP_NONE, CLIP_LAYER, CLIP_FLAT };
 enum NoiseLaw : int32_t { NO_NOISE, GAUSSIAN_LAW, LAPLACE_LAW, STAIRCASE_LAW, JOINT_LAW };
-enum NoiseOn : int32_t { ON_SUM, ON_EXAMPLE, ON_MEAN };
 
 struct Layer {
     int32_t kind;
@@ -35,10 +34,12 @@ struct Net {
 struct Plan {
     int32_t steps;
     double learning_rate, expected_batch, momentum, proximal, penalty, grid;
-    int32_t clip, noise, noise_on;
+    int32_t clip, noise;
+    bool for_each;  // every example carries noise of its own (Gaussian: the root of their number times the scale)
     bool l1, median, l2_max, squared, only_sum;
     const double* bounds;       // [steps] or null
-    const double* multipliers;  // [steps] or null
+    const double* scales;       // [steps] or null: of the noise on the sum, per unit of the norm where it follows one
+    const double* deviations;   // [steps]: its standard deviation, to be reported
     const double* lambdas;      // [steps], staircase laws only
     const double* nus;
     const StaircaseShape* shapes;

@@ -227,7 +227,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     plan.grid = nb::cast<double>(settings["grid"]);
     plan.clip = nb::cast<int>(settings["clip"]);
     plan.noise = nb::cast<int>(settings["noise"]);
-    plan.noise_on = nb::cast<int>(settings["noise_on"]);
+    plan.for_each = nb::cast<bool>(settings["for_each"]);
     plan.l1 = nb::cast<bool>(settings["l1"]);
     plan.median = nb::cast<bool>(settings["median"]);
     plan.l2_max = nb::cast<bool>(settings["l2_max"]);
@@ -243,7 +243,8 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
         return array.data();
     };
     plan.bounds = doubles("bounds");
-    plan.multipliers = doubles("multipliers");
+    plan.scales = doubles("scales");
+    plan.deviations = doubles("deviations");
     plan.lambdas = doubles("lambdas");
     plan.nus = doubles("nus");
     const double *per_lambda = doubles("per_lambda"), *threshold = doubles("threshold");
@@ -254,8 +255,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
             shapes.push_back({float(per_lambda[i]), uint32_t(threshold[i]), float(slope_in[i]), float(slope_out[i])});
         plan.shapes = shapes.data();
     }
-    if (plan.noise && (!plan.multipliers || (!plan.bounds && !plan.l2_max)))
-        throw std::invalid_argument("noise needs multipliers and bounds");
+    if (plan.noise && (!plan.scales || !plan.deviations)) throw std::invalid_argument("noise needs scales and deviations");
     std::vector<Stairs> stairs;
     if (!settings["stairs"].is_none())
         for (nb::handle one : nb::cast<nb::list>(settings["stairs"])) stairs.push_back(read_stairs(nb::cast<std::vector<uint64_t>>(one)));
@@ -332,7 +332,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 3;  // of this interface; protect.noise checks it
+    m.attr("VERSION") = 4;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("exact_gaussian", &exact_gaussians, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("deviation"),
           nb::arg("example") = 0, nb::arg("isa") = "auto");

@@ -60,7 +60,7 @@ struct Run {
     Op op[kMaxLayers];
     Tensor tensor[kMaxLayers + 2];
     int64_t packed;
-    float *scratch, *list_g, *scaled, *row_noise, *flat_noise, *flat_more;
+    float *scratch, *list_g, *scaled, *row_noise, *flat_noise;
     // packed vectors; null where the plan has no use for them
     float *weights, *start, *velocity, *control, *anchor, *shift, *scale, *mapped;
     int32_t *list_off, *list_n;
@@ -72,7 +72,7 @@ struct Run {
     bool single;  // the batch is one block: the sums of dense layers are its floats, kept where the doubles would be
     int block;  // examples whose products are added in float; 0: none, all in double
     double* counts;  // noise on a grid, flat order
-    int64_t *drawn, *drawn_more;  // the same as integers, for laws that need them
+    int64_t* drawn;  // the same as integers, for laws that need them
     double losses[kGroup];  // of the current group
     bool skip[kGroup];      // not finite: left out of the sum
     // of the step
@@ -261,7 +261,6 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     run.shift = vector(client.shift || client.scale);
     run.scale = vector(client.shift || client.scale);
     run.mapped = vector(client.shift || client.scale);
-    const bool examples = plan.noise_on == ON_EXAMPLE && plan.noise != GAUSSIAN_LAW;
     // Gaussian noise is drawn layer by layer, in whole tiles; the others at once. Room to read a vector after the end.
     int64_t length = net.params + 1 + L, longest = 0;
     if (plan.noise == GAUSSIAN_LAW)
@@ -278,8 +277,6 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     const bool gridded = plan.noise && plan.grid > 0, slow = gridded && plan.noise != GAUSSIAN_LAW;
     run.counts = arena.take<double>(gridded ? net.params + 16 : 0);
     run.drawn = arena.take<int64_t>(slow ? net.params : 0);
-    run.drawn_more = arena.take<int64_t>(slow && plan.noise_on == ON_EXAMPLE ? net.params : 0);
-    run.flat_more = arena.take<float>(plan.noise && examples ? net.params + 1 : 0);
     for (int i = 0; i < run.ops && arena.base; ++i) {
         Op& op = run.op[i];
         op.w = run.weights + op.at;

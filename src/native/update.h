@@ -1,4 +1,4 @@
-// Noise (protect.noise.step_noise) and the step of the weights.
+// Noise (protect.noised.Drawing) and the step of the weights.
 #pragma once
 #include "exact.h"
 #include "run.h"
@@ -19,41 +19,34 @@ struct Source {
 STAGE bool draw_noise(Run& run, const Source& source, int step, int batch) {
     const Plan& plan = *run.plan;
     const int64_t count = run.net->params;
-    const double multiplier = plan.multipliers[step];
-    if (multiplier == 0 || (plan.noise_on == ON_EXAMPLE && batch == 0)) return false;
+    if (plan.scales[step] == 0 || (plan.for_each && batch == 0)) return false;
     if (plan.noise == GAUSSIAN_LAW) return true;
     Stream stream = {source.key, uint32_t(step), 0, NORMAL};
-    const int draws = plan.noise_on == ON_EXAMPLE ? batch : 1;
-    for (int example = 0; example < draws; ++example) {
-        float* to = example ? run.flat_more : run.flat_noise;
-        stream.example = uint32_t(example);
-        if (plan.noise == LAPLACE_LAW) {
-            stream.purpose = LAPLACE;
-            source.fill(stream, nullptr, 0, count, to);
-        } else if (plan.noise == STAIRCASE_LAW) {
-            stream.purpose = STAIRCASE;
-            source.fill(stream, plan.shapes + step, 0, count, to);
-        } else {
-            stream.purpose = JOINT;
-            const double lambda = plan.lambdas[step], nu = plan.nus[step];
-            for (uint32_t attempt = 0;; ++attempt) {
-                if (attempt == (1u << 15)) {
-                    run.bad = true;
-                    return false;
-                }
-                stream.example = uint32_t(example) | attempt << 16;
-                source.fill(stream, nullptr, 0, count + 1, to);
-                int64_t norm = 0;
-                for (int64_t i = 0; i < count; ++i) norm += int64_t(rint(fabs(double(to[i])) * 16777216.0));
-                const double r = double(norm) * 0x1p-24 / lambda, period = floor(r);
-                const double exponent = lambda * (period + (r - period >= nu ? 1.0 : 0.0) - r + nu);
-                if (fabs(double(to[count])) >= exponent) break;
+    float* to = run.flat_noise;
+    if (plan.noise == LAPLACE_LAW) {
+        stream.purpose = LAPLACE;
+        source.fill(stream, nullptr, 0, count, to);
+    } else if (plan.noise == STAIRCASE_LAW) {
+        stream.purpose = STAIRCASE;
+        source.fill(stream, plan.shapes + step, 0, count, to);
+    } else {
+        stream.purpose = JOINT;
+        const double lambda = plan.lambdas[step], nu = plan.nus[step];
+        for (uint32_t attempt = 0;; ++attempt) {
+            if (attempt == (1u << 15)) {
+                run.bad = true;
+                return false;
             }
-            const float per = float(1 / lambda);
-            for (int64_t i = 0; i < count; ++i) to[i] *= per;
+            stream.example = attempt << 16;
+            source.fill(stream, nullptr, 0, count + 1, to);
+            int64_t norm = 0;
+            for (int64_t i = 0; i < count; ++i) norm += int64_t(rint(fabs(double(to[i])) * 16777216.0));
+            const double r = double(norm) * 0x1p-24 / lambda, period = floor(r);
+            const double exponent = lambda * (period + (r - period >= nu ? 1.0 : 0.0) - r + nu);
+            if (fabs(double(to[count])) >= exponent) break;
         }
-        if (example)
-            for (int64_t i = 0; i < count; ++i) run.flat_noise[i] += to[i];
+        const float per = float(1 / lambda);
+        for (int64_t i = 0; i < count; ++i) to[i] *= per;
     }
     return true;
 }
@@ -73,13 +66,13 @@ inline D nearest(D x) {  // ties to even
 #endif
 }
 
-// The integers of protect.exact.grid_noise, as doubles. False: the plan's noise does not fit its grid.
+// The integers of the law's exact form (protect.law), as doubles. False: the plan's noise does not fit its grid.
 STAGE bool draw_integers(Run& run, const Source& source, int step, int batch, double width) {
     const Plan& plan = *run.plan;
     const int64_t count = run.net->params;
     const ExactKernels& kernels = *source.kernels->exact;
     const bool stairs = plan.noise == STAIRCASE_LAW || plan.noise == JOINT_LAW;
-    if (width <= 0 || (plan.noise_on == ON_EXAMPLE && batch == 0)) {
+    if (width <= 0 || (plan.for_each && batch == 0)) {
         memset(run.counts, 0, size_t(count) * 8);
         return true;
     }
@@ -89,22 +82,15 @@ STAGE bool draw_integers(Run& run, const Source& source, int step, int batch, do
         fill_exact(kernels, source.cipher, stream, exact_gaussian(width), count, run.counts);
         return true;
     }
-    const int draws = plan.noise_on == ON_EXAMPLE ? batch : 1;
-    for (int example = 0; example < draws; ++example) {
-        int64_t* to = example ? run.drawn_more : run.drawn;
-        stream.example = uint32_t(example);
-        stream.purpose = plan.noise == LAPLACE_LAW ? EXACT_LAPLACE : plan.noise == STAIRCASE_LAW ? EXACT_STAIRCASE : EXACT_JOINT;
-        if (plan.noise == LAPLACE_LAW) fill_exact(kernels, source.cipher, stream, exact_laplace(width), count, to);
-        else if (plan.noise == STAIRCASE_LAW) fill_staircase(kernels, source.cipher, stream, plan.stairs[step], count, to);
-        else if (!fill_joint(kernels, source.cipher, stream, plan.stairs[step], count, to)) return false;
-        if (example)
-            for (int64_t i = 0; i < count; ++i) run.drawn[i] += to[i];
-    }
+    stream.purpose = plan.noise == LAPLACE_LAW ? EXACT_LAPLACE : plan.noise == STAIRCASE_LAW ? EXACT_STAIRCASE : EXACT_JOINT;
+    if (plan.noise == LAPLACE_LAW) fill_exact(kernels, source.cipher, stream, exact_laplace(width), count, run.drawn);
+    else if (plan.noise == STAIRCASE_LAW) fill_staircase(kernels, source.cipher, stream, plan.stairs[step], count, run.drawn);
+    else if (!fill_joint(kernels, source.cipher, stream, plan.stairs[step], count, run.drawn)) return false;
     for (int64_t i = 0; i < count; ++i) run.counts[i] = double(run.drawn[i]);
     return true;
 }
 
-// protect.noise.noised_sum on a grid: the sum rounded to it, with its noise. Bad if it does not fit. Doubles hold both integers, so
+// Drawing.add on a grid: the sum rounded to it, with its noise. Bad if it does not fit. Doubles hold both integers, so
 // that their sum is rounded as that of 64-bit integers would be.
 STAGE void snap_sum(Run& run, const Source& source, int step, int batch, double deviation) {
     const double grid = run.plan->grid;

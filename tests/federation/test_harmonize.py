@@ -152,8 +152,8 @@ def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
     run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", "heterogeneity=true")
     now = moment_of(run.task, start(run.task, run.initial))
     plans = [plan_of(run.task, now, client, 100) for client in (0, 1)]
-    assert (plans[0].noise, plans[0].clip, plans[0].penalty) == ("none", "none", 0.0)
-    assert plans[1].noise == "gaussian" and plans[1].penalty == 1.0
+    assert (plans[0].noised, plans[0].clip, plans[0].penalty) == ((), "none", 0.0)
+    assert plans[1].law.name == "gaussian" and plans[1].penalty == 1.0
     header = header_of(run)
     assert {budget.client for budget in header.budgets} == {1, 3}
 

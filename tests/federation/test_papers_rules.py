@@ -55,4 +55,4 @@ def test_random_noise_has_the_papers_variance():
     task = prepare(load_config("random-noise", SMALL)).task
     now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
     assert now.sigmas[0] ** 2 == pytest.approx(0.01)
-    assert plan_of(task, now, 0, 100).noise == "none"
+    assert plan_of(task, now, 0, 100).noised == ()

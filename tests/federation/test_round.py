@@ -141,7 +141,7 @@ def test_split_layers_keep_the_joint_noise():
     plan = plan_of(run.task, now, 0, 100)
     layers = run.task.layout.layers
     assert plan.bounds[0] == pytest.approx(4 / math.sqrt(layers))
-    assert plan.bounds[0] * plan.multipliers[0] == pytest.approx(4 * 6)
+    assert plan.noised[0].scale == pytest.approx(4 * 6)
 
 
 def test_averaging_uses_the_last_share_of_the_rounds():

@@ -14,6 +14,8 @@ from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.mechanisms import Laplace, Staircase, TwoValued
 from fedveil.privacy.vectors import vector_guarantee
+from fedveil.protect.clip import Clip
+from fedveil.protect.law import NOISE_ON
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "golden_privacy.json").read_text())
 CLASSIC = math.sqrt(2 * math.log(125000))
@@ -164,11 +166,11 @@ CHECKS = {
         ).epsilon
     ),
     "wor_": fixed_size,
-    "layers_M3_z": lambda c: formulas.effective_multiplier(6, layers=3),
+    "layers_M3_z": lambda c: 6 / Clip(kind="layer").joint(1.0, 3),
     "layers_M3_eps": lambda c: judged(c["params"], "moments"),
-    "secagg": lambda c: formulas.effective_multiplier(6, contributors=100),
+    "secagg": lambda c: 6 * NOISE_ON["example"].factor(100),
     "noise_variants": lambda c: [
-        formulas.effective_multiplier(6, layers=3, batch=5, noise_on=on) for on in ("sum", "example", "mean")
+        6 * NOISE_ON[on].factor(5) / Clip(kind="layer").joint(1.0, 3) for on in ("sum", "example", "mean")
     ],
     "quantile": lambda c: formulas.quantile_split(6, 5),
     "l2max_1d": lambda c: [

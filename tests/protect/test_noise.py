@@ -17,7 +17,6 @@ from scipy import stats
 
 from fedveil.errors import UserError
 from fedveil.protect import noise
-from fedveil.training.contract import ClientWork, LocalPlan
 
 KEY = bytes(range(16))
 MANY = 1_000_000
@@ -33,16 +32,6 @@ GOLDEN_DISCRETE = [
     [-1575108666333, -2635396543980, -2208839578034, -347388664599],
 ]
 needs_native = pytest.mark.skipif(noise._native is None, reason="the compiled extension is not installed")
-
-
-def work(key: bytes = KEY) -> ClientWork:
-    return ClientWork(0, np.zeros((1, 1), np.int32), key)
-
-
-def plan(**changes) -> LocalPlan:
-    return LocalPlan(
-        **{"steps": 2, "learning_rate": 0.1, "expected_batch": 4.0, "multipliers": (0.5, 2.0), **changes}
-    )
 
 
 # Bits
@@ -316,55 +305,6 @@ def test_impossible_staircases_are_refused(lam, nu):
         noise.staircases(KEY, 0, 4, lam, nu)
 
 
-# The noise of a plan
-
-
-def test_gaussian_noise_of_a_plan_is_its_stream_scaled():
-    z = noise.normals(KEY, 1, 50)
-    assert np.array_equal(noise.step_noise(plan(noise="gaussian"), work(), 1, 3, 50), z * np.float32(2.0))
-    mean = noise.step_noise(plan(noise="gaussian", noise_on="mean"), work(), 1, 3, 50)
-    assert np.array_equal(mean, z * np.float32(8.0))
-    example = noise.step_noise(plan(noise="gaussian", noise_on="example"), work(), 1, 9, 50)
-    assert np.array_equal(example, z * np.float32(6.0))
-
-
-@pytest.mark.parametrize("law", ["laplace", "staircase", "joint-staircase"])
-def test_example_noise_is_the_sum_of_one_draw_per_example(law):
-    got = noise.step_noise(plan(noise=law, noise_on="example"), work(), 0, 3, 40)
-    draw = {
-        "laplace": lambda e: noise.laplaces(KEY, 0, 40, example=e) * np.float32(0.5),
-        "staircase": lambda e: noise.staircases(KEY, 0, 40, 2.0, example=e),
-        "joint-staircase": lambda e: noise.joint_staircase(KEY, 0, 40, 2.0, example=e),
-    }[law]
-    assert np.allclose(got, sum(draw(e) for e in range(3)), rtol=1e-6, atol=1e-6)
-    assert not np.any(draw(0) == draw(1))
-
-
-@pytest.mark.parametrize("law", ["gaussian", "laplace", "staircase", "joint-staircase"])
-def test_no_noise_for_multiplier_zero_or_an_empty_batch_with_noise_on_examples(law):
-    assert not noise.step_noise(plan(noise=law, multipliers=(0.0, 0.0)), work(), 0, 3, 20).any()
-    assert not noise.step_noise(plan(noise=law, noise_on="example"), work(), 0, 0, 20).any()
-    assert noise.step_noise(plan(noise=law), work(), 0, 0, 20).all()
-
-
-def test_grid_noise_is_on_the_grid_and_has_the_plan_s_scale():
-    grid, n = 2.0**-10, 20_000
-    total = np.random.default_rng(0).normal(size=n).astype(np.float32)
-    out = noise.noised_sum(plan(noise="gaussian", grid=grid), work(), 1, 3, total, 0.75)
-    assert np.array_equal(out / grid, np.round(out / grid))
-    z = (out - total) / 1.5  # multiplier 2, sensitivity 0.75; rounding adds at most grid / 2
-    assert stats.kstest(z, "norm").pvalue > 1e-4  # false alarm 1e-4
-
-
-def test_without_a_grid_noised_sum_adds_the_step_noise():
-    total = np.ones(30, np.float32)
-    p = plan(noise="laplace")
-    assert np.array_equal(
-        noise.noised_sum(p, work(), 0, 3, total, 0.5),
-        total + np.float32(0.5) * noise.step_noise(p, work(), 0, 3, 30),
-    )
-
-
 @given(
     bound=st.floats(0.01, 10),
     count=st.integers(1, 200),
@@ -380,35 +320,3 @@ def test_snapped_neighbours_stay_within_the_snapped_bound(bound, count, power, s
     grid = 2.0**-power
     change = np.linalg.norm((noise.snap(a, grid) - noise.snap(b, grid)) * grid)
     assert change <= noise.snapped_bound(bound, grid, count) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("law", ["gaussian", "laplace", "staircase", "joint-staircase"])
-def test_grid_noise_has_one_sensitivity(law):
-    with pytest.raises(UserError, match="grid"):
-        noise.noised_sum(plan(grid=0.1, noise=law), work(), 0, 1, np.zeros(4, np.float32), np.ones(4))
-
-
-@pytest.mark.parametrize("on", ["sum", "mean", "example"])
-@pytest.mark.parametrize("law", ["laplace", "staircase", "joint-staircase"])
-def test_grid_noise_of_every_law_is_the_float_noise_to_its_scale(law, on):
-    """Mean size of integer noise against that of the float law; 5 standard errors, false alarm 6e-7."""
-    grid, n = 2.0**-20, 20_000 if law != "joint-staircase" else 60
-    p = plan(noise=law, grid=grid, noise_on=on)
-    kinds = [noise.noised_sum(p, work(), s, 3, np.zeros(n, np.float32), 0.75) for s in (0, 1)]
-    floats = [0.75 * noise.step_noise(p, work(), s, 3, n) for s in (0, 1)]
-    sizes = [np.abs(np.concatenate(both)) for both in (kinds, floats)]
-    spread = math.hypot(*(x.std() / math.sqrt(len(x)) for x in sizes))
-    assert abs(sizes[0].mean() - sizes[1].mean()) < 5 * spread
-    assert all(np.array_equal(x / grid, np.round(x / grid)) for x in kinds)
-
-
-def test_a_narrow_staircase_has_steps_of_its_width_and_tends_to_laplace():
-    """100,000 draws; the mean of |x| of Laplace noise of scale 2 is 2, found to 0.02 (3 deviations)."""
-    plan = LocalPlan(
-        1, 1.0, 1.0, noise="staircase", multipliers=(2.0,), bounds=(1.0,), clip="flat", width=0.05
-    )
-    work = ClientWork(0, np.zeros((1, 0), np.int32), KEY)
-    drawn = noise.step_noise(plan, work, 0, 1, 100_000)
-    same = np.float32(0.05) * noise.staircases(KEY, 0, 100_000, 0.05 / 2.0)
-    np.testing.assert_array_equal(drawn, same)
-    assert np.abs(drawn).mean() == pytest.approx(2.0, abs=0.02)

@@ -52,7 +52,7 @@ def test_central_recipes_treat_an_example_like_their_federated_twins(central, fe
         prepared = prepared_for(recipe, "type2", change)
         now = moment_of(prepared.task, campaign.initial(prepared))
         plan = plan_of(prepared.task, now, 0, 100)
-        noise = (plan.multipliers[0], plan.sensitivity, plan.noise_on) if change else ()
+        noise = (plan.noised[0], plan.sensitivity) if change else ()
         plans.append((plan.clip, plan.clip_norm, plan.bounds[0], plan.bound_rule, noise))
     assert plans[0] == plans[1]
 

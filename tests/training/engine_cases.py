@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fedveil.models.layout import flatten, layout_of
+from fedveil.protect.law import LAWS, Staircase
+from fedveil.protect.noised import Drawing
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
 STEPS = 3
@@ -68,7 +70,34 @@ def plan(steps: int = STEPS, **changes: Any) -> LocalPlan:
         "bounds": tuple(0.5 - 0.05 * (i % 5) for i in range(steps)),
         "multipliers": tuple(0.1 + 0.05 * (i % 3) for i in range(steps)),
     }
-    return LocalPlan(**{**basis, **changes})
+    return planned(**{**basis, **changes})
+
+
+def planned(
+    *args: Any, noise: str = "none", multipliers: tuple[float, ...] = (), noise_on: str = "sum", nu: float | None = None,
+    width: float = 1.0, grid: float = 0.0, **rest: Any,
+) -> LocalPlan:  # fmt: skip
+    """A plan with noise of `multipliers` times its bounds, made here by hand and not by the code under test."""
+    quiet = LocalPlan(*args, **rest)
+    if noise == "none":
+        return quiet
+    law: Any = LAWS[noise]
+    stairs = isinstance(law, Staircase)
+    law = replace(law, nu=nu, width=width) if stairs else law
+    on = {"sum": 1.0, "mean": quiet.expected_batch, "example": quiet.expected_batch**0.5}[noise_on]
+    made = [
+        Drawing(
+            law,
+            scale=(bound * width if stairs else bound * multiplier) * on * (multiplier > 0),
+            shape=multiplier / width if stairs else 0.0,
+            norm=quiet.clip_norm,
+            grid=grid,
+            at_norm=bound if quiet.follows else 0.0,
+            at_count=quiet.expected_batch if noise_on == "example" else 0.0,
+        )
+        for bound, multiplier in zip(quiet.bounds, multipliers, strict=True)
+    ]
+    return replace(quiet, noised=tuple(made))
 
 
 def works(

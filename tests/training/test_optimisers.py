@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from engine_cases import planned
 from torch import nn
 
 import fedveil as fv
@@ -42,7 +43,7 @@ def test_every_engine_takes_the_same_steps_as_the_reference(rule, engine):
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 6)).astype(np.float32), rng.integers(0, 3, 12)
-    plan = LocalPlan(
+    plan = planned(
         3, 0.05, 4.0, clip="flat", bounds=(0.5,) * 3, noise="gaussian", multipliers=(1.0,) * 3, momentum=0.5 * (rule == "sgd"),
         optimiser=parse(rule),
     )  # fmt: skip

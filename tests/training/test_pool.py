@@ -217,7 +217,8 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
     ("changes", "word"),
     [
         ({"clip": "layer", "bounds": (1.0,)}, "plan.bounds has 1 values for 3 steps"),
-        ({"noise": "gaussian", "multipliers": ()}, "plan.multipliers"),
+        ({"noised": plan(noise="gaussian").noised[:2]}, "plan.noised has 2 values for 3 steps"),
+        ({"noised": plan(noise="gaussian").noised, "clip": "flat", "bound_rule": "median"}, "at_norm"),
         ({"expected_batch": 0.0}, "expected_batch"),
     ],
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_cases import Case, build, everything, plan, train, works
+from engine_cases import Case, build, everything, plan, planned, train, works
 from torch import nn
 
 from fedveil.models.layout import layout_of
-from fedveil.protect.noise import step_noise
+from fedveil.protect.noise import normals
 from fedveil.training import reference
 from fedveil.training.contract import ClientWork, LocalPlan
 
@@ -25,7 +25,7 @@ def client(rows: list[list[int]], **vectors: np.ndarray) -> list[ClientWork]:
 
 
 def one_step(case: Case, **changes: object) -> LocalPlan:
-    return LocalPlan(
+    return planned(
         **{"steps": 1, "learning_rate": 1.0, "expected_batch": 2.0, "loss": "squared", **changes}
     )
 
@@ -80,8 +80,8 @@ def test_noise_is_the_stream_times_the_sensitivity(changes, sensitivity):
     quiet = one_step(case, **{"bounds": (5.0,), **changes})
     difference = train(reference, case, work, private, dtype=torch.float64).delta[0]
     difference = difference - train(reference, case, work, quiet, dtype=torch.float64).delta[0]
-    noise = step_noise(private, work[0], 0, 2, 2).astype(float)
-    np.testing.assert_allclose(difference, -sensitivity * noise / 2, rtol=1e-9)
+    noise = normals(work[0].noise_key, 0, 2).astype(float)
+    np.testing.assert_allclose(difference, -0.7 * sensitivity * noise / 2, rtol=1e-6)
     result = train(reference, case, work, private)
     assert result.noise_scale[0] == pytest.approx(0.7 * sensitivity)
 

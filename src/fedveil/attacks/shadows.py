@@ -129,7 +129,7 @@ def _stacked(shadows: list[Prepared]) -> np.ndarray:
         plans[0],
         steps=sum(p.steps for p in plans),
         bounds=tuple(itertools.chain.from_iterable(p.bounds for p in plans)),
-        multipliers=tuple(itertools.chain.from_iterable(p.multipliers for p in plans)),
+        noised=tuple(itertools.chain.from_iterable(p.noised for p in plans)),
     )
     work = []
     for number, shadow in enumerate(shadows):

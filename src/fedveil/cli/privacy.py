@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -474,10 +473,11 @@ def _relation(relation: str | None, sampling: Sampling) -> str:
 def _cost(layers: int, norm: str) -> float:
     """What clipping layer by layer to one bound does to the joint bound."""
     from fedveil.privacy import checks
+    from fedveil.protect.clip import Clip
 
     checks.count("--layers", layers, 1)
     one_of("--clip-norm", norm, NORMS)
-    return float(layers) if norm == "l1" else math.sqrt(layers)
+    return Clip(kind="layer", norm=norm).joint(1.0, layers)  # type: ignore[arg-type]
 
 
 def _event(

@@ -154,7 +154,7 @@ def allowed_change(
     if place.target == "gradient":
         most = 2 + 20 / batch
         per = place.everyone(recipe, setting) if isinstance(place, InSum) else batch
-        spread = deviation * (math.sqrt(most) if recipe.noise_on.for_each else 1.0) * tail * math.sqrt(layers)
+        spread = deviation * (math.sqrt(most) if recipe.noise_on.for_each else 1.0) * tail
         return server_rate * learning_rate * steps * (most * joint + spread / per)
     if place.open_uploads:
         return server_rate * (joint + deviation * tail)

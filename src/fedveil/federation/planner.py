@@ -22,6 +22,7 @@ from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, Noise, Sampling
+from fedveil.protect.clip import Clip
 
 Observer = Literal["server", "sum"]
 # Unit-length features bound the gradient of a linear head by sqrt(2); rows of tables may be shorter. These bounds clip
@@ -291,7 +292,7 @@ def _papers(shape: Shape, clients: int, delta: float) -> Contrast:
     batch = min(shape.papers_batch, own)
     cohort = max(clients // 10, 1)
     part = math.ceil(shape.papers_rounds * cohort / clients)
-    root = math.sqrt(shape.papers_layers)
+    root = Clip(kind="layer").joint(1.0, shape.papers_layers)
     event = Event(Noise("gaussian", 6 / root), Sampling("poisson", rate=batch / own), steps=100 * part)
     per_step = 6 * math.sqrt(shape.papers_weights) / (batch * root)
     total = per_step / math.sqrt(cohort * 100 * shape.papers_rounds)

@@ -22,12 +22,13 @@ from fedveil.errors import UserError
 from fedveil.federation import sums
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
-from fedveil.protect import bounded, channel, ldp, noise, udp
+from fedveil.protect import bounded, channel, ldp, udp
 from fedveil.protect.aggregate import Mean, Merged, Momentum
 from fedveil.protect.clip import Seen, Time, values_of
+from fedveil.protect.law import Staircase, kernel_of
 from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
 from fedveil.protect.noised import Noised
-from fedveil.protect.place import InSum, Reports
+from fedveil.protect.place import InSum, Reports, downlink
 from fedveil.protect.recipe import Recipe, spacing
 from fedveil.protect.setting import Moment, Setting
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult, LossKind
@@ -196,7 +197,6 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
     recipe, steps = recipe_of(task, client), task.setting.steps
     now = own_moment(task, now, client)
     clip, layers = recipe.clip, task.layout.layers
-    grid = spacing(recipe, now.bounds, now.sigmas)
     common: dict[str, Any] = {
         "steps": steps,
         "learning_rate": learning_rate_of(task, now.number - 1),
@@ -222,16 +222,10 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         whole = {"learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD, "only_sum": True}
         return LocalPlan(**{**common, **whole})
-    assert recipe.law is not None
-    multipliers = tuple(s * b / clip.piece(b, layers) for s, b in zip(now.sigmas, now.bounds, strict=True))
-    kernel = recipe.law.kernel or "own"
-    if kernel == "own":
-        common["own"] = noised_of(task, now, client, size)
-    common.update(
-        noise=kernel, multipliers=multipliers, noise_on=recipe.noise_on.name, grid=grid,
-        nu=getattr(recipe.law, "nu", None), width=recipe.law.width_of(task.layout.size),
-    )  # fmt: skip
-    return LocalPlan(**common)
+    noised = tuple(one.drawing for one in noised_of(task, now, client, size))
+    if common["sensitivity"] == "bound" and not clip.rule.batch:
+        noised = tuple(replace(one, at_norm=0.0) for one in noised)
+    return LocalPlan(**common, noised=noised)
 
 
 def work_of(task: Task, state: State, now: Moment, client: int) -> ClientWork:
@@ -269,19 +263,15 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
         return {}
     factor = plan.learning_rate / plan.expected_batch
-    if plan.noise == "none" or plan.noise == "own":
+    if not kernel_of(one.law):
         return {}
-    told = udp.expected_l1(
-        plan.noise,
-        plan.multipliers[0] / plan.width,
-        plan.bounds[0] * plan.width,
-        task.layout.size,
-        plan.steps,
-        plan.nu,
-    )
+    stairs = one.law if isinstance(one.law, Staircase) else None
+    width = (one.shape, one.scale) if stairs else (1.0, one.scale)  # of `expected_l1`: only their product counts without stairs
+    name: Any = kernel_of(one.law)
+    told = udp.expected_l1(name, *width, task.layout.size, plan.steps, stairs.nu if stairs else None)
     errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
-    if plan.noise == "staircase":
-        errors["extra_rounds_order"] = udp.extra_rounds(plan.multipliers[0], plan.bounds[0], plan.width)
+    if one.law.name == "staircase":
+        errors["extra_rounds_order"] = udp.extra_rounds(one.shape, one.scale)
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
         total = np.zeros(task.layout.size)
@@ -513,7 +503,7 @@ def _seen(task: Task, state: State, now: Moment, mean: np.ndarray, found: _Colle
     if rule.rescales and found.count:
         size = max(int(setting.batch) + 1, setting.examples)
         batch = task.recipe.batches.constant(setting.batch, size)
-        each = [one.scale / batch for one in noised_of(task, now, -1, size)]
+        each = [one.deviation / batch for one in noised_of(task, now, -1, size)]
         deviation = math.sqrt(sum(s * s for s in each) / len(each) / (len(each) * found.count))
     gradient = -mean / (learning_rate_of(task, state.round) * setting.steps)
     return Seen(gradient, found.belows, deviation)
@@ -571,10 +561,9 @@ def _finish(
     task: Task, state: State, now: Moment, weights: np.ndarray, facts: dict[str, Any]
 ) -> tuple[State, dict[str, Any]]:
     done = state.round + 1
-    if task.recipe.downlink_sigma > 0:
-        key = derive(task.root, "downlink", now.number)[:16]
-        spread = np.float32(task.recipe.downlink_sigma * now.bounds[0])
-        weights = weights + spread * noise.normals(key, 0, weights.size)
+    down = downlink(task.recipe, task.setting, now)
+    if down is not None:
+        weights = down.add(weights, derive(task.root, "downlink", now.number)[:16])
     if task.average > 0 and done > math.floor(task.setting.rounds * (1 - task.average)):
         before = state.average if isinstance(state.average, Averaged) else Averaged()
         total = (0.0 if before.total is None else before.total) + weights.astype(np.float64)

@@ -19,7 +19,6 @@ from fedveil.errors import UserError
 from fedveil.keys import derive
 from fedveil.privacy.events import Claim, Observer, Release, Unit
 from fedveil.protect.law import Gaussian
-from fedveil.protect.noise import SMOOTHING, snapped_bound
 from fedveil.protect.noised import Noised
 from fedveil.protect.place import AtServer, InSum
 from fedveil.protect.recipe import Recipe
@@ -83,7 +82,7 @@ def parameters_of(task: Task, noised: Noised, model: bytes) -> Parameters:
         size=noised.dimension,
         grid=grid,
         bound=noised.bound,
-        deviation=_deviation(noised, grid),
+        deviation=noised.on_grid(grid),
         nodes=setting.clients,
         threshold=terms.threshold,
         colluders=terms.colluders,
@@ -93,15 +92,6 @@ def parameters_of(task: Task, noised: Noised, model: bytes) -> Parameters:
     )
     check(parameters)
     return parameters
-
-
-def _deviation(noised: Noised, grid: float) -> float:
-    """Noise of the sum that is worth what the recipe's noise is worth, once each node has rounded its part to the grid.
-
-    The inverse of `noise.snapped_multiplier`: rounding is paid for with a little more noise, not with a weaker promise.
-    """
-    wide = noised.multiplier * snapped_bound(noised.bound, grid, noised.dimension)
-    return math.hypot(wide, SMOOTHING * grid) * (1 + 1e-12)
 
 
 def promised(task: Task, now: Moment, release: Release, sizes: Mapping[int, int]) -> Release:

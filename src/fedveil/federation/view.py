@@ -38,7 +38,7 @@ from fedveil.federation.round import (
 )
 from fedveil.keys import derive
 from fedveil.models.layout import Layout
-from fedveil.protect import ldp, noise
+from fedveil.protect import ldp
 from fedveil.protect.place import AtServer, Reports
 from fedveil.protect.setting import Moment
 from fedveil.protect.upload import drop_smallest
@@ -89,12 +89,12 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         others = _others(task, state, now, client) if recipe.channel.hides_reports else {}
         update, scale = _reported(task, state, now, {client: update, **others})
         return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
-    if plan.noise != "none":
+    if plan.noised:
         scale = float(result.noise_scale[0]) * plan.learning_rate / plan.expected_batch * plan.steps**0.5
     if tap != "type1":
         update = sanitise_update(task, now, update, client, state.weights)
         if recipe.place.own_noise and not recipe.place.in_steps:
-            scale = noised_of(task, now, client, len(own))[0].scale
+            scale = noised_of(task, now, client, len(own))[0].deviation
         if task.secure is not None:
             (noised,) = noised_of(task, now, -1, task.setting.examples)
             update, scale = sums.masked_upload(task, now, noised, state.weights, client, update)
@@ -102,7 +102,7 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         alone = replace(task.setting, cohort=1.0)  # the server's own noise on this one upload
         (noised,) = noised_of(replace(task, setting=alone), now, client, len(own))
         update = noised.add(update, derive(task.root, "server-noise", now.number)[:16]).astype(np.float32)
-        scale = noised.scale
+        scale = noised.deviation
     return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
 
 
@@ -164,10 +164,11 @@ def _in_memory(
     clipped, largest = clip_gradients(gradients, task.layout, plan)
     if not recipe.noise_on.for_each:
         return clipped, 0.0
-    scale = plan.multipliers[0] * (plan.bounds[0] if plan.sensitivity == "bound" else largest)
-    key = derive(task.root, "noise", now.number, client)[:16]
-    drawn = np.stack([noise.normals(key, 0, clipped.shape[1], example=1 + k) for k in range(len(rows))])
-    return clipped + np.float32(scale) * drawn, scale
+    drawing = plan.noised[0]
+    times = float(drawing.times(largest if plan.follows else None, 1))
+    keys = [derive(task.root, "example-noise", now.number, client, k)[:16] for k in range(len(rows))]
+    noisy = [drawing.add(row, key, 0, times) for row, key in zip(clipped, keys, strict=True)]
+    return np.stack(noisy).astype(np.float32), times * drawing.deviation(task.layout.size)
 
 
 def clip_gradients(gradients: np.ndarray, layout: Layout, plan: LocalPlan) -> tuple[np.ndarray, float]:

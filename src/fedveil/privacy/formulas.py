@@ -91,16 +91,3 @@ def quantile_split(multiplier: float, count_multiplier: float) -> float:
     """Multiplier left for the gradients when a noisy count (quantile clipping) shares the step's budget."""
     left = multiplier**-2 - (2 * count_multiplier) ** -2
     return left**-0.5 if left > 0 else math.inf
-
-
-def effective_multiplier(
-    sigma: float, *, layers: int = 1, batch: int = 1, noise_on: str = "sum", contributors: int = 1
-) -> float:
-    """Noise over the joint sensitivity of the sum, for per-layer clipping and the three places of the noise.
-
-    layers clipped one by one give a joint sensitivity of sqrt(layers). Noise on every example (or by every
-    contributor) adds up to sqrt(count) times itself, noise on the mean to `batch` times itself; both are sound
-    only if the count is fixed and public.
-    """
-    gain = {"sum": 1.0, "example": math.sqrt(batch), "mean": float(batch)}[noise_on]
-    return sigma * gain * math.sqrt(contributors) / math.sqrt(layers)

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from fedveil.privacy.schedules import Schedule
-from fedveil.protect import adaclip, noise
-from fedveil.protect.law import Norm
+from fedveil.protect import adaclip
+from fedveil.protect.law import Gaussian, Norm
 from fedveil.protect.memory import NOTHING, Memory
+from fedveil.protect.noised import Noised
 
 
 def constant(value: float) -> Schedule:
@@ -166,16 +167,17 @@ class Quantile(Given):
         assert isinstance(memory, TrackedBound)
         return (memory.bound,) * time.steps
 
+    def noised(self, grid: float = 0.0) -> Noised:
+        """The noise on the count of one step, which an example moves by at most 1/2 (counted from the middle)."""
+        return Noised(Gaussian(), self.count_noise, 0.5, 1, grid=grid)
+
     def beside(self) -> float:
-        return 2 * self.count_noise
+        return self.noised().multiplier
 
     def count(self, half: float, steps: int, layers: int, key: bytes, exact: bool) -> float | None:
-        spread = self.count_noise * math.sqrt(steps)
-        if not exact:
-            return half + spread * float(noise.normals(key, 0, 1)[0])
         # Counts are multiples of half a layer's share: on a grid that contains these nothing is rounded.
-        fine = 2.0**-21 / layers
-        return float(noise.snapped_sum(np.array([half]), fine, spread, key)[0])
+        grid = 2.0**-21 / layers if exact else 0.0
+        return float(self.noised(grid).add(np.array([half]), key, times=math.sqrt(steps))[0])
 
     def next(self, memory: Memory, seen: Seen) -> tuple[Memory, dict[str, Any]]:
         assert isinstance(memory, TrackedBound)

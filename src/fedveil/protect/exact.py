@@ -39,15 +39,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.protect import noise
-
-if TYPE_CHECKING:
-    from fedveil.training.contract import ClientWork, LocalPlan
 
 GAUSSIAN, LAPLACE, STAIRCASE, JOINT = 6, 7, 8, 9
 FURTHER, LOW, SECOND, NEXT = 16, 32, 48, 64  # added to a purpose
@@ -531,46 +527,6 @@ def shares_multiplier(deviation: float, honest: int, bound: float, grid: float, 
 # ---- the noise of a plan
 
 ROOM = 2.0**-10  # by so much periods are wider than the clip bound: more than rounding can widen a sum (`bounded.rounding_slack`)
-
-
-def plan_stairs(plan: LocalPlan, step: int, sensitivity: float, count: int) -> Stairs:
-    """The shape of a plan's Staircase noise: lambda = width / multiplier for `width` times the snapped bound."""
-    factor = plan.expected_batch if plan.noise_on == "mean" else 1.0
-    norm = "l1" if plan.noise == "joint-staircase" else plan.clip_norm
-    period = snapped_period(sensitivity * (1 + ROOM) * factor, plan.grid, count, norm, plan.width)
-    lam = plan.width / plan.multipliers[step] if plan.multipliers[step] else 1.0
-    return stairs(lam, max(period, 2), plan.nu, plan.noise == "joint-staircase")
-
-
-def grid_noise(
-    plan: LocalPlan, work: ClientWork, step: int, batch_size: int, count: int, sensitivity: float
-) -> np.ndarray:
-    """The integers (int64) that a plan with a grid adds to its snapped sum, in flat parameter order.
-
-    With c = 1, or the expected batch if noise_on is "mean", and S the sensitivity, in steps of the grid: `gaussian` of deviation
-    multiplier * S * c (times the root of the batch size if noise_on is "example"), `laplace` of scale multiplier * S * c,
-    `staircase` or `joint_staircase` with lambda = width / multiplier and the period S * c widened by rounding, times
-    width (`snapped_period`). noise_on "example" adds one draw per example, except for Gaussian noise.
-
-    Formal guarantee: those of the samplers; the sum's change is counted by `noise.snapped_multiplier`,
-    `snapped_laplace_multiplier` or the period.
-    """
-    factor = {"sum": 1.0, "mean": plan.expected_batch, "example": 1.0}[plan.noise_on]
-    if plan.noise == "gaussian" and plan.noise_on == "example":
-        factor = math.sqrt(batch_size)
-    width = plan.multipliers[step] * sensitivity * factor / plan.grid
-    if width <= 0 or (plan.noise_on == "example" and batch_size == 0):
-        return np.zeros(count, np.int64)
-    if plan.noise == "gaussian":
-        return gaussian(work.noise_key, step, count, width)
-    total = np.zeros(count, np.int64)
-    for example in range(batch_size if plan.noise_on == "example" else 1):
-        if plan.noise == "laplace":
-            total += laplace(work.noise_key, step, count, width, example)
-        else:
-            draw = staircase if plan.noise == "staircase" else joint_staircase
-            total += draw(work.noise_key, step, count, plan_stairs(plan, step, sensitivity, count), example)
-    return total
 
 
 def _check(width: float, name: str) -> None:

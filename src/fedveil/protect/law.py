@@ -164,15 +164,15 @@ class Staircase:
 
     def scale(self, sigma: float, bound: float, dimension: int) -> tuple[float, float]:
         width = self.width_of(dimension)
-        return bound * width, sigma / width
+        return (bound * width, sigma / width) if sigma > 0 else (0.0, 0.0)
 
     def draw(self, key: bytes, step: int, count: int, scale: float, shape: float) -> np.ndarray:
         return noise.staircases(key, step, count, 1 / shape, self.nu) * np.float32(scale)
 
     def units(self, key: bytes, step: int, count: int, scale: float, shape: float, norm: Norm) -> np.ndarray:
-        return exact.staircase(key, step, count, self._stairs(scale, shape, count, norm))
+        return exact.staircase(key, step, count, self.stairs(scale, shape, count, norm))
 
-    def _stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
+    def stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
         """The shape for a period of `scale` grid steps, widened as the bound is by rounding."""
         width = self.width_of(count)
         period = exact.snapped_period(scale * (1 + exact.ROOM) / width, 1.0, count, norm, width)
@@ -193,7 +193,7 @@ class Staircase:
         named = Noise("staircase", shape * width, norm=norm, dimension=dimension, nu=self.nu, width=width)
         if grid <= 0:
             return named
-        return _sampled(named, exact.staircase_error(self._stairs(scale / grid, shape, dimension, norm)), dimension)
+        return _sampled(named, exact.staircase_error(self.stairs(scale / grid, shape, dimension, norm)), dimension)
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,10 @@ class JointStaircase(Staircase):
         return noise.joint_staircase(key, step, count, 1 / shape, self.nu) * np.float32(scale)
 
     def units(self, key: bytes, step: int, count: int, scale: float, shape: float, norm: Norm) -> np.ndarray:
-        return exact.joint_staircase(key, step, count, self._stairs(scale, shape, count, norm))
+        return exact.joint_staircase(key, step, count, self.stairs(scale, shape, count, norm))
 
-    def _stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
+    def stairs(self, scale: float, shape: float, count: int, norm: Norm) -> exact.Stairs:
+        """The shape for a period of `scale` grid steps, widened as the bound is by rounding."""
         return exact.stairs(1 / shape, max(2, exact.snapped_period(scale * (1 + exact.ROOM), 1.0, count, "l1")), self.nu, True)
 
     def worth(
@@ -227,7 +228,7 @@ class JointStaircase(Staircase):
         named = Noise("joint-staircase", shape, norm=norm, dimension=dimension, nu=self.nu)
         if grid <= 0:
             return named
-        return _sampled(named, exact.joint_error(self._stairs(scale / grid, shape, dimension, norm), dimension), 1)
+        return _sampled(named, exact.joint_error(self.stairs(scale / grid, shape, dimension, norm), dimension), 1)
 
 
 def _made_for(scale: float, bound: float, grid: float) -> bool:
@@ -245,6 +246,12 @@ def _only_in_steps(name: str, recipe: Recipe) -> str:
 
 
 LAWS: dict[str, Law] = {law.name: law for law in (Gaussian(), Laplace(), Staircase(), JointStaircase())}
+
+
+def kernel_of(law: Law) -> str:
+    """The compiled engine's name for a law; "" for laws that are not ours, which draw in their own way."""
+    ours = LAWS.get(law.name)
+    return law.kernel if type(law) is type(ours) else ""
 
 
 @dataclass(frozen=True)

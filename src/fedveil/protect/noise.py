@@ -20,22 +20,14 @@ multiply-add: NumPy here and C++ in src/native give identical bits on every mach
     joint        purpose 4; i.i.d. Laplace vector, accepted by its l1 norm (see `joint_staircase`)
     discrete     purpose 5; integers, see `discrete_normals`
 
-Noise of a plan (`step_noise`): step l of a client is the stream (noise_key, l), in flat parameter order.
-The noise on the batch *sum* is S times the returned vector, S being the plan's sensitivity:
-    gaussian         multiplier * normals
-    laplace          multiplier * laplaces (scale b = multiplier * S)
-    staircase        width * staircases with lambda = width / multiplier (Delta = width * S), nu default
-                     1 / (1 + e^(lambda/2))
-    joint-staircase  joint_staircase with lambda = 1 / multiplier (Delta = S in l1)
-noise_on "mean" multiplies by expected_batch. noise_on "example": Gaussian is drawn once (example = 0) and
-multiplied by sqrt(batch size); the others are the sum of one independent draw per example, example = position
-in the batch. An empty batch then gets zeros.
+Step l of a client is the stream (noise_key, l), in flat parameter order. How wide the noise is, is no matter of this module:
+`protect.noised.Drawing` holds the scale, `protect.law` says what is drawn with it.
 
 Formal guarantee, and where it ends. The accountants assume real-valued noise. These are float32 values: a
 normal has at most 2**63 distinct values, |z| <= 6.67 (true mass beyond: 2.7e-11 per coordinate), |laplace|
 <= 22.19 (mass 2.3e-10), and the low bits of a float sum can carry information about the addends. The
 radius is never 0 (at least 2.1e-5); cosine and sine are right to 1e-7. The `grid` option closes that gap:
-the sum is rounded to a grid and integer noise of the discrete Gaussian law is added (`snapped_sum`, counted by
+the sum is rounded to a grid and integer noise of the law is added (`Drawing.add`, counted by
 `snapped_multiplier`); then every output is possible for every neighbour and the law holds up to a total
 variation of some 1e-17 per coordinate.
 """
@@ -43,17 +35,13 @@ variation of some 1e-17 per coordinate.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedveil.errors import UserError
 
-if TYPE_CHECKING:
-    from fedveil.training.contract import ClientWork, LocalPlan
-
-INTERFACE = 3  # of the compiled module; one of another version is not used
+INTERFACE = 4  # of the compiled module; one of another version is not used
 
 try:
     from fedveil import _native
@@ -342,29 +330,11 @@ def snapped_bound(bound: float, grid: float, count: int) -> float:
     return bound + grid * math.sqrt(count)
 
 
-def snapped_sum(total: np.ndarray, grid: float, deviation: float, key: bytes, step: int = 0) -> np.ndarray:
-    """`total` rounded to multiples of `grid`, plus discrete Gaussian noise on that grid (float64).
-
-    A total that is not finite, or too far from 0 for counts of 62 bits, gives NaN everywhere.
-
-    Formal guarantee: for totals that differ by at most `bound` in l2, the Gaussian mechanism with multiplier
-    `snapped_multiplier(deviation, bound, grid, size)`. Multiplying by the grid is post-processing.
-    """
-    from fedveil.protect import exact  # which draws from the streams here
-
-    if not np.all(np.abs(np.asarray(total, np.float64) / grid) < 2.0**62):
-        return np.full(np.shape(total), np.nan)
-    units = snap(total, grid)
-    if deviation > 0:
-        units = units + exact.gaussian(key, step, np.size(total), deviation / grid).reshape(units.shape)
-    return units * grid
-
-
 SMOOTHING = 1.5
 
 
 def snapped_multiplier(deviation: float, bound: float, grid: float, count: int) -> float:
-    """Noise multiplier of a continuous Gaussian mechanism that `snapped_sum` is a post-processing of.
+    """Noise multiplier of a continuous Gaussian mechanism that a snapped sum with discrete noise is a post-processing of.
 
     Rounding widens the bound (`snapped_bound`). And the discrete Gaussian of variance s^2 + r^2 is what comes out when
     a continuous one of variance s^2 is rounded to the grid at random, with the discrete Gaussian of variance r^2
@@ -378,57 +348,3 @@ def snapped_multiplier(deviation: float, bound: float, grid: float, count: int) 
     return math.sqrt(left) / snapped_bound(bound, grid, count)
 
 
-def step_noise(plan: LocalPlan, work: ClientWork, step: int, batch_size: int, count: int) -> np.ndarray:
-    """Noise of one step for sensitivity S = 1, in flat parameter order (float32); see the module's text.
-
-    Engines add S * step_noise(...) to the sum of the clipped gradients (S may differ by layer).
-    """
-    if plan.noise == "none":
-        return np.zeros(count, _F)
-    multiplier = plan.multipliers[step]
-    factor = plan.expected_batch if plan.noise_on == "mean" else 1.0
-    if multiplier == 0 or (plan.noise_on == "example" and batch_size == 0):
-        return np.zeros(count, _F)
-    key = work.noise_key
-    if plan.noise == "gaussian":
-        if plan.noise_on == "example":
-            factor = math.sqrt(batch_size)
-        return normals(key, step, count) * _F(multiplier * factor)
-    total = np.zeros(count, _F)
-    for example in range(batch_size if plan.noise_on == "example" else 1):
-        if plan.noise == "laplace":
-            total += laplaces(key, step, count, example=example) * _F(multiplier * factor)
-        elif plan.noise == "staircase":
-            steps = staircases(key, step, count, plan.width / multiplier, plan.nu, example=example)
-            total += steps * _F(factor * plan.width)
-        else:
-            total += joint_staircase(key, step, count, 1 / multiplier, plan.nu, example=example) * _F(factor)
-    return total
-
-
-def noised_sum(
-    plan: LocalPlan,
-    work: ClientWork,
-    step: int,
-    batch_size: int,
-    total: np.ndarray,
-    sensitivity: float | np.ndarray,
-) -> np.ndarray:
-    """The sum of clipped gradients with its noise (float32), on the grid if the plan has one.
-
-    Formal guarantee with grid > 0: that of protect.exact.grid_noise on the snapped sum; the conversion to float32
-    afterwards is post-processing.
-    """
-    if plan.noise == "own":
-        return plan.own[step].add(total, work.noise_key, step).astype(_F)
-    if plan.grid <= 0 or plan.noise == "none":
-        return total + np.asarray(sensitivity, _F) * step_noise(plan, work, step, batch_size, total.size)
-    from fedveil.protect import exact
-
-    if np.ndim(sensitivity):
-        raise UserError("grid noise needs one sensitivity for all coordinates")
-    units = np.asarray(total, np.float64) / plan.grid
-    if not np.all(np.abs(units) < 2.0**62):
-        return np.full(total.shape, np.nan, _F)
-    drawn = exact.grid_noise(plan, work, step, batch_size, total.size, float(sensitivity))
-    return ((snap(total, plan.grid) + drawn) * plan.grid).astype(_F)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from fedveil.privacy.events import Claim, Event, Noise, Observer, Sampling, Unit
 from fedveil.privacy.ledger.entries import GROUP
 from fedveil.protect.bounded import COVERED, rounding_slack
+from fedveil.protect.law import Gaussian
 from fedveil.protect.noised import Noised, runs
 from fedveil.protect.sampling import Counted
 from fedveil.protect.setting import Moment, Setting
@@ -28,6 +29,7 @@ SHARED = "several clients may hold one example, and their parts move together un
 RAW_GRADIENTS = "clipped or plain per-example gradients are in the client's memory without noise"
 UNPROVEN = "the {} engine's sums are not proven to keep the clip bound in floating point (docs/engines.md)"
 NO_EVENT = "the noise law states nothing about this bound"
+DOWN = Gaussian()
 Scope = Literal["holder", "everyone", "single"]
 
 
@@ -127,7 +129,17 @@ def one(
         beside=recipe.clip.rule.beside() / drawn.reach,
         follows=recipe.scale.unsound or recipe.clip.rule.unsound,
         unproven="" if setting.engine in COVERED else UNPROVEN.format(setting.engine),
+        at_norm=recipe.clip.piece(base, setting.layers) if recipe.scale.batch or recipe.clip.rule.batch else 0.0,
+        at_count=count if recipe.noise_on.for_each else 0.0,
     )
+
+
+def downlink(recipe: Recipe, setting: Setting, now: Moment) -> Noised | None:
+    """Noise on the model before it goes to the clients (NbAFL), or None. Nothing is claimed of it here."""
+    if not recipe.downlink_sigma > 0:
+        return None
+    scale, shape = DOWN.scale(recipe.downlink_sigma, now.bounds[0], setting.dimension)
+    return Noised(DOWN, scale, now.bounds[0], setting.dimension, shape, follows="the papers' noise on the downlink")
 
 
 def _sum_slack(recipe: Recipe, setting: Setting, now: Moment, size: int, narrowed: bool = False) -> float:

@@ -11,11 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from fedveil.protect.noised import Noised
+from fedveil.protect.law import Law
+from fedveil.protect.noised import Drawing
 from fedveil.training.optimisers import SGD, Optimiser
 
 ClipKind = Literal["none", "layer", "flat"]
-NoiseKind = Literal["none", "gaussian", "laplace", "staircase", "joint-staircase", "own"]
 LossKind = Literal["cross-entropy", "squared"]
 
 
@@ -27,11 +27,10 @@ class LocalPlan:
              v = momentum * v + g + proximal * (w - start) + penalty * (w - anchor) + control
              w = w - learning_rate * v
     With another `optimiser` than sgd, g with its further terms (momentum 0) goes through training.optimisers.step instead.
-    noise has scale multipliers[l] * S with S = bounds[l] (sensitivity "bound"), or S = the largest clipped
-    per-example layer norm of this batch (sensitivity "l2-max"; for flat clipping the largest flat norm).
-    An empty batch still gets noise when S does not depend on the batch (with l2-max S = 0 then).
-    noise_on "sum": as written. "example": independent noise of that scale on every example before the sum
-    (equivalently sqrt(batch size) times the scale). "mean": scale * expected_batch on the sum.
+    noise is drawn with noised[l] and nothing else: an engine knows no multiplier and forms no scale. Where the scale follows the
+    batch it is noised[l].times(S, batch size) times as wide, S being the largest clipped per-example layer norm of this batch
+    (sensitivity "l2-max"; for flat clipping the largest flat norm) or the median that it is clipped to (bound_rule "median").
+    An empty batch still gets noise when the scale does not depend on the batch (S = 0 then).
     clip "layer": each layer (weight and bias together) to bounds[l] on its own, norm `clip_norm`.
     clip "flat": the whole gradient to bounds[l].
     bound_rule "median": bounds[l] is replaced by the median over the batch of the per-example norms (per
@@ -48,11 +47,9 @@ class LocalPlan:
       norm itself when clip is "none".
     - "median" of an even count is the mean of the two middle norms; without clip nothing uses it. S is then
       the median (per layer: one S for each layer's coordinates); an empty batch has S = 0 and no noise.
-    - bounds[l] may be infinite (no clipping in that step), with noise only if S is finite.
-    - noise is drawn as protect.noise.step_noise says: S * step_noise(...) is added to the sum. In step 0 the
-      momentum buffer v is 0. AdaClip norms, bounds and S are those of the mapped gradients.
-    - grid > 0 (one S for all coordinates): the sum is rounded to multiples of grid and gets integer noise of the
-      law on that grid (protect.exact.grid_noise): protect.noise.noised_sum does both for engines.
+    - bounds[l] may be infinite (no clipping in that step).
+    - noised[l].add(sum, noise_key, l, times) is the definition of what is added. In step 0 the momentum buffer v is 0.
+      AdaClip norms, bounds and S are those of the mapped gradients.
     - with a clip, an example whose loss or norm (of any layer) is not finite gets clip factor 0 in all layers: it adds
       nothing, which is within every bound. It counts in `skipped` and in `examples`, not in the median, in l2-max
       or in the means; the noise does not change.
@@ -68,21 +65,30 @@ class LocalPlan:
     momentum: float = 0.0
     clip: ClipKind = "none"
     clip_norm: Literal["l1", "l2"] = "l2"
-    bounds: tuple[float, ...] = ()  # length steps when clip != "none" or noise != "none"
+    bounds: tuple[float, ...] = ()  # length steps when clip != "none"
     bound_rule: Literal["given", "median"] = "given"
     sensitivity: Literal["bound", "l2-max"] = "bound"
-    noise: NoiseKind = "none"
-    multipliers: tuple[float, ...] = ()
-    nu: float | None = None  # Staircase shape
-    width: float = 1.0  # Staircase step over S; lambda = width / multiplier
-    noise_on: Literal["sum", "example", "mean"] = "sum"
+    noised: tuple[Drawing, ...] = ()  # one for each step, on one grid; none: no noise
     proximal: float = 0.0
     penalty: float = 0.0
     loss: LossKind = "cross-entropy"
     optimiser: Optimiser = SGD
-    grid: float = 0.0  # spacing of exact noise; 0: float noise
-    own: tuple[Noised, ...] = ()  # noise "own", a law without a kernel: the value of each step adds its noise itself
     only_sum: bool = False  # the sum instead of a step: noise and step size follow elsewhere
+
+    @property
+    def law(self) -> Law | None:
+        """The law of the noise in the steps, if there is any."""
+        return self.noised[0].law if self.noised else None
+
+    @property
+    def grid(self) -> float:
+        """Spacing of exact noise; 0: float noise, or none."""
+        return self.noised[0].grid if self.noised else 0.0
+
+    @property
+    def follows(self) -> bool:
+        """Does the noise follow a norm of the batch?"""
+        return self.sensitivity == "l2-max" or (self.bound_rule == "median" and self.clip != "none")
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,11 @@ class LocalResult:
     delta: [K, P] final minus start weights. finite: [K]; a client whose training ended in NaN or infinity is False
     and its delta row is all zeros. The rest is private to the client's side: mean loss, mean and max *unclipped*
     gradient norms [K, layers] ("layer" or "none") or [K, 1] ("flat"), the fraction of examples at or below
-    the bound (flat norm when clip is "flat", else averaged over layers) [K], mean noise scale S*multiplier
-    [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below the bound
-    (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
+    the bound (flat norm when clip is "flat", else averaged over layers) [K], the deviation of the noise on
+    a coordinate of the sum [K], and below_count [K]: the number of (example, step) pairs whose (flat) norm was at or below
+    the bound (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
     below_count / examples. skipped [K]: the pairs whose gradient was not finite and added nothing. Means are over
-    the other pairs; over no example they are 0. noise_scale averages over steps (and layers); without
+    the other pairs; over no example they are 0. noise_scale is averaged over steps (and layers); without
     noise it is 0. A client that is not finite has zeros in all figures but examples.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,12 @@ from fedveil.errors import UserError
 from fedveil.models import compile
 from fedveil.models.layout import Layout, layout_of
 from fedveil.protect import exact, noise
+from fedveil.protect.law import Staircase, kernel_of
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
 _KINDS = ("linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm")
 _CLIPS = ("none", "layer", "flat")
 _LAWS = ("none", "gaussian", "laplace", "staircase", "joint-staircase")
-_STAIRS = ("staircase", "joint-staircase")
-_PLACES = ("sum", "example", "mean")
 
 
 def available() -> bool:
@@ -40,13 +40,13 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
     """None if this engine can train the module by this plan, else the reason, naming the layer."""
     if not available():
         return "the compiled extension is not installed"
-    if plan.noise == "own":
+    if plan.law is not None and not kernel_of(plan.law):
         return "this noise law has no compiled kernel"
-    if plan.grid > 0 and plan.noise != "none" and plan.bound_rule == "median":
+    if plan.grid > 0 and plan.bound_rule == "median":
         return "noise on a grid needs one bound"
-    if plan.grid > 0 and plan.noise in _STAIRS and plan.sensitivity != "bound":
+    if plan.grid > 0 and isinstance(plan.law, Staircase) and plan.sensitivity != "bound":
         return "Staircase noise on a grid needs sensitivity = bound"
-    if plan.noise == "staircase" and plan.width != 1:
+    if isinstance(plan.law, Staircase) and plan.law.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
     if plan.optimiser.rule != "sgd":
         return f"it has no {plan.optimiser.rule}"
@@ -68,8 +68,8 @@ def train(
 
     isa: one of `instruction_sets()`; "auto" takes the first, or what FEDVEIL_INSTRUCTIONS in the environment names.
 
-    Formal guarantee: as training.pool.train; noise comes from the client's key alone and is that of
-    protect.noise.step_noise bit for bit.
+    Formal guarantee: as training.pool.train; noise comes from the client's key alone, and on a grid it is that of
+    `Drawing.add` to the integer.
     """
     isa = os.environ.get("FEDVEIL_INSTRUCTIONS", "auto") if isa == "auto" else isa
     reason = why_not(module, plan)
@@ -154,7 +154,8 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
     steps: dict[str, Any] = dict.fromkeys(
         (
             "bounds",
-            "multipliers",
+            "scales",
+            "deviations",
             "lambdas",
             "nus",
             "per_lambda",
@@ -166,15 +167,17 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
     )
     if plan.bounds:
         steps["bounds"] = np.array(plan.bounds, np.float64)
-    if plan.multipliers:
-        steps["multipliers"] = np.array(plan.multipliers, np.float64)
-    if plan.noise in _STAIRS and plan.grid > 0:
-        steps["stairs"] = [
-            exact.stairs_fields(exact.plan_stairs(plan, step, plan.bounds[step], size))
-            for step in range(plan.steps)
-        ]
-    if plan.noise in _STAIRS:
-        shapes = [noise.staircase_shape(multiplier, plan.nu) for multiplier in plan.multipliers]
+    if plan.noised:
+        units = [replace(one, scale=one.per_unit) for one in plan.noised]
+        steps["scales"] = np.array([one.scale for one in units], np.float64)
+        steps["deviations"] = np.array([one.deviation(size) for one in units], np.float64)
+    if isinstance(plan.law, Staircase):
+        if plan.grid > 0:
+            steps["stairs"] = [
+                exact.stairs_fields(plan.law.stairs(one.scale / one.grid, one.shape or 1.0, size, one.norm))
+                for one in plan.noised
+            ]
+        shapes = [noise.staircase_shape(one.shape, plan.law.nu) for one in plan.noised]
         names = ("lambdas", "nus", "per_lambda", "threshold", "slope_in", "slope_out")
         for name, values in zip(names, zip(*shapes, strict=True), strict=True):
             steps[name] = np.array(values, np.float64)
@@ -186,10 +189,10 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
         "momentum": float(plan.momentum),
         "proximal": float(plan.proximal),
         "penalty": float(plan.penalty),
-        "grid": float(plan.grid) if plan.noise != "none" else 0.0,
+        "grid": float(plan.grid),
         "clip": _CLIPS.index(plan.clip),
-        "noise": _LAWS.index(plan.noise),
-        "noise_on": _PLACES.index(plan.noise_on),
+        "noise": _LAWS.index("none" if plan.law is None else kernel_of(plan.law)),
+        "for_each": any(one.at_count > 0 for one in plan.noised),
         "l1": plan.clip_norm == "l1",
         "median": plan.bound_rule == "median",
         "l2_max": plan.sensitivity == "l2-max",

@@ -210,18 +210,18 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
         raise UserError(
             f"start has shape {np.shape(start)}, but the model has {size} weights: pass flatten(module)."
         )
-    if (plan.clip != "none" or plan.noise != "none") and len(plan.bounds) != plan.steps:
+    if plan.clip != "none" and len(plan.bounds) != plan.steps:
         raise UserError(
             f"plan.bounds has {len(plan.bounds)} values for {plan.steps} steps: give one per step."
         )
-    if plan.noise != "none" and len(plan.multipliers) != plan.steps:
-        raise UserError(
-            f"plan.multipliers has {len(plan.multipliers)} values for {plan.steps} steps: give one per step."
-        )
+    if plan.noised and len(plan.noised) != plan.steps:
+        raise UserError(f"plan.noised has {len(plan.noised)} values for {plan.steps} steps: give one per step.")
+    if any((one.at_norm > 0) != plan.follows or (one.law, one.grid) != (plan.law, plan.grid) for one in plan.noised):
+        raise UserError("plan.noised: all steps have one law and one grid, and at_norm where the scale follows the batch.")
     if plan.clip != "none" and plan.bound_rule == "given":
         for bound in set(plan.bounds):
             check_bound(bound, "plan.bounds")
-    if plan.only_sum and (plan.steps != 1 or plan.noise != "none"):
+    if plan.only_sum and (plan.steps != 1 or plan.noised):
         raise UserError("where = sum releases the sum of one local step, noised later: set local_steps = 1.")
     if not plan.expected_batch > 0:
         raise UserError(f"plan.expected_batch = {plan.expected_batch}: it must be positive.")

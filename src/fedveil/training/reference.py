@@ -19,7 +19,6 @@ from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import factor, norm_of
-from fedveil.protect.noise import noised_sum, step_noise
 from fedveil.training import dropout, optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
@@ -87,20 +86,12 @@ def _client(
                 below += (norm <= bound) / len(parts)
             total += clipped
         norms += sizes
-        if plan.noise != "none":
-            if plan.sensitivity == "l2-max":
-                sensitivities = [largest] * len(parts)
-            else:
-                sensitivities = bounds if plan.clip != "none" else [plan.bounds[step]] * len(parts)
-            if plan.grid > 0 or plan.noise == "own":
-                same = set(sensitivities)
-                single = same.pop() if len(same) == 1 else np.array(sensitivities)
-                total = _vector(noised_sum(plan, work, step, len(rows), total.numpy(), single), total.dtype)
-            else:
-                noise = _vector(step_noise(plan, work, step, len(rows), layout.size), total.dtype)
-                for part, sensitivity in zip(parts, sensitivities, strict=True):
-                    total[part] += sensitivity * noise[part]
-            scales.append(plan.multipliers[step] * sum(sensitivities) / len(parts))
+        if plan.noised:
+            followed = np.array([largest] if plan.sensitivity == "l2-max" else bounds)
+            times = plan.noised[step].times(followed if plan.follows else None, len(rows))
+            spread = np.repeat(times, [part.stop - part.start for part in parts]) if times.size > 1 else float(times.mean())
+            total = torch.as_tensor(plan.noised[step].add(total.numpy(), work.noise_key, step, spread))
+            scales.append(plan.noised[step].deviation(layout.size) * float(times.mean()))
         if plan.only_sum:
             first, weights = torch.zeros_like(first), -total.to(dtype)
             break

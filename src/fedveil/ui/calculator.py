@@ -10,6 +10,7 @@ from fedveil.errors import UserError
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.events import Event, Noise, Sampling
+from fedveil.protect.clip import Clip
 from fedveil.report.words import meaning, strength
 
 MECHANISMS = ("gaussian", "laplace", "staircase", "joint-staircase")
@@ -46,7 +47,7 @@ def calculate(
         checks.count(name, value, 0 if name == "steps" else 1)
         if value > most:
             raise UserError(f"{name} {value}: at most {most} here; the command `fedveil epsilon` takes more.")
-    cost = float(layers) if norm == "l1" else math.sqrt(layers)
+    cost = Clip(kind="layer", norm=norm).joint(1.0, layers)  # type: ignore[arg-type]
     sampling = Sampling("poisson", rate) if rate < 1 else Sampling()
     event = Event(Noise(mechanism, sigma / cost, norm, dimension), sampling, steps=steps)  # type: ignore[arg-type]
     rows = []

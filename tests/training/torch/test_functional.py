@@ -9,6 +9,7 @@ from engine_cases import build, everything, largest_difference, mlp, plan, same_
 from torch import nn
 
 from fedveil.errors import UserError
+from fedveil.models.layout import layout_of
 from fedveil.training import reference
 from fedveil.training.torch import functional, stacked
 
@@ -109,3 +110,18 @@ def test_a_model_with_the_wrong_output_is_refused():
     with pytest.raises(UserError, match="shape"):
         train(functional, case, works(case), plan())
     assert np.isfinite(case.start).all()
+
+
+def test_an_examples_gradient_does_not_depend_on_where_weights_and_example_lie_in_memory():
+    """Weights of the second of three clients, examples in the middle of a batch: the same bits as alone."""
+    case = everything()
+    net = functional.Net(case.module, layout_of(case.module), 10)
+    x, y = torch.as_tensor(case.x), torch.as_tensor(case.y)
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        weights = torch.as_tensor(case.start) + 0.01 * torch.randn(len(case.start), generator=draw)
+        among = torch.stack([weights] * 3)[1]
+        found, _ = net.gradients(among, x, y, "cross-entropy", True)
+        for row in range(0, len(x), 7):
+            alone, _ = net.gradients(weights, x[row : row + 1].clone(), y[row : row + 1], "cross-entropy", True)
+            assert torch.equal(found[row], alone[0])

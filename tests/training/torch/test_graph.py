@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from engine_cases import planned
 from torch import nn
 from torch.nn import functional as F
 
@@ -132,7 +133,7 @@ def works(steps: int = 1, clients: int = 2, batch: int = 6) -> list[ClientWork]:
 
 def plan(steps: int = 1, **more) -> LocalPlan:
     basis = {"clip": "flat", "bounds": (0.3,) * steps, "noise": "gaussian", "multipliers": (0.5,) * steps}
-    return LocalPlan(**{"steps": steps, "learning_rate": 0.1, "expected_batch": 6.0, **basis, **more})
+    return planned(**{"steps": steps, "learning_rate": 0.1, "expected_batch": 6.0, **basis, **more})
 
 
 @pytest.mark.parametrize("clip", ["flat", "layer", "none"])

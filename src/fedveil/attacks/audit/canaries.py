@@ -234,12 +234,14 @@ def stage(
     if unit == "client":
         rates |= {"learning_rate": 20 * bound / LOUD, "server_learning_rate": 1e-6}
     else:
-        sigma = max(1e-3, max(moment_of(task, start(task, prepared.initial)).sigmas))
+        now = moment_of(task, start(task, prepared.initial))
+        noised = task.recipe.place.noised(task.recipe, task.setting, now, dealt.size(0))
+        noise = max(1e-3 * bound, *(one.deviation for one in noised))
         steps = task.setting.steps * task.setting.rounds
         size = min(dealt.size(int(c)) for c in np.unique(hosts))
         batch = min(task.setting.batch, size)
         # what noise and the canary's own gradient can move a slot's output in the whole run
-        drift = LOUD * bound * (sigma * math.sqrt(steps) + steps * batch / size) / batch
+        drift = LOUD * (noise * math.sqrt(steps) + bound * steps * batch / size) / batch
         rates |= {"learning_rate": min(task.learning_rate, 0.02 / drift), "server_learning_rate": 1.0}
     staged_task = replace(
         task, module=module, layout=layout, x=x, y=y, rows=rows,

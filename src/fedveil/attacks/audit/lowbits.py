@@ -48,7 +48,6 @@ from fedveil.protect import noise
 from fedveil.protect.aggregate import Mean
 from fedveil.protect.law import Gaussian, Laplace
 from fedveil.protect.place import InSum
-from fedveil.protect.recipe import spacing
 from fedveil.protect.sampling import FullBatches
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork
@@ -193,19 +192,14 @@ def machines(prepared: Prepared, client: int = 0) -> list[Arithmetic]:
     recipe = recipe_of(task, client)
     law: Law = "laplace" if isinstance(recipe.law, Laplace) else "normal"
     noised = noised_of(task, now, client, prepared.partition.size(client))[0]
-    bound = recipe.clip.piece(now.bounds[0], task.layout.layers)
-    fusing = [False]
-    grid = spacing(recipe, now.bounds, now.sigmas)
+    fusing, grid = [False], noised.grid
     if recipe.place.in_steps:
         batch = recipe.batches.constant(task.setting.batch, prepared.partition.size(client))
-        per_bound = noised.scale / bound
         rate = learning_rate_of(task, 0)
         ends: list[tuple[tuple[Any, float], ...]] = [
             (("*", float(np.float32(1.0 / batch))), ("*", -rate)), (("/", batch), ("*", -rate)),
         ]  # fmt: skip
-        single = float(np.float32(bound))
-        scales = [(per_bound * single,), (noised.scale,), (per_bound, bound)]
-        wide, fusing = False, [True, False]
+        scales, wide, fusing = [(noised.scale,)], False, [True, False]
     elif recipe.place.own_noise:
         ends, scales, wide = [()], [(noised.scale,)], False
     else:
@@ -439,7 +433,7 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
     now = moment_of(prepared.task, state)
     if recipe.place.in_steps:
         plan = plan_of(prepared.task, now, client, len(rows))
-        quiet = replace(plan, noise="none", multipliers=(), learning_rate=1.0, expected_batch=1.0, grid=0.0)
+        quiet = replace(plan, noised=(), learning_rate=1.0, expected_batch=1.0)
 
         def train(inside: bool, plan: Any, keys: list[bytes]) -> np.ndarray:
             task = sides[inside]

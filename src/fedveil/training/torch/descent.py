@@ -22,6 +22,8 @@ from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
 from fedveil.protect.bounded import MARGIN
+from fedveil.protect.law import kernel_of
+from fedveil.protect.noised import Drawing
 from fedveil.training import optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
@@ -180,7 +182,7 @@ def _stack(
     widths = np.stack([_widths(c) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
     figures = _Figures(clients, 1 if plan.clip == "flat" else network.layout.layers, device)
-    noises = _Noise(plan, work, network.layout.size) if plan.noise != "none" else None
+    noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
     most_rows = int(widths.max(initial=0)) if plan.bound_rule == "median" else network.rows
 
     for step in range(plan.steps):
@@ -205,7 +207,7 @@ def _stack(
                 result = network.clipped(own, images, targets, mask, clipping, plan.loss)
                 part = result.total if part is None else part.add_(result.total)
                 figures.add(chosen, result, mask)
-                if plan.noise != "none" and plan.sensitivity == "l2-max":
+                if plan.noised and plan.sensitivity == "l2-max":
                     largest = result.total.new_zeros(clients) if largest is None else largest
                     clipped = _largest(result)
                     largest[chosen] = torch.maximum(largest[chosen], clipped)
@@ -220,9 +222,10 @@ def _stack(
                 total[chosen] = part
         assert total is not None
         if noises is not None:
-            sensitivity = _sensitivity(plan, step, largest, bound_used, weights).to(dtype)
-            figures.scale += plan.multipliers[step] * sensitivity.mean(1, dtype=torch.float64)
-            total = noises.add(network, total, sensitivity, step, counts[:, step])
+            times = plan.noised[step].times(_followed(plan, largest, bound_used, clients), counts[:, step, None])
+            times = np.broadcast_to(times, (clients, times.shape[-1] if times.ndim else 1))
+            figures.scale += torch.as_tensor(plan.noised[step].deviation(network.layout.size) * times.mean(1)).to(device)
+            total = noises.add(network, total, times, step)
         if plan.only_sum:
             return _result(network.decode(total).neg_().to(dtype), figures, counts.sum(1), plan)
         gradient = total.to(dtype).div_(plan.expected_batch)
@@ -246,43 +249,42 @@ def _stack(
 
 
 class _Noise:
-    """The noise of a stack: `step_noise` of every client, or the discrete law if the plan has a grid."""
+    """The noise of a stack: every client's own, as its plan's `Drawing` draws it."""
 
-    def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int) -> None:
-        self.plan, self.work, self.size = plan, work, size
+    def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int, dtype: torch.dtype) -> None:
+        self.plan, self.work, self.size, self.dtype = plan, work, size, dtype
         self.room = np.empty((len(work), size), np.float32)
-        fast = plan.noise == "gaussian" and plan.grid <= 0 and noise._native is None
+        fast = kernel_of(plan.noised[0].law) == "gaussian" and plan.grid <= 0 and noise._native is None
         self.normals = Normals([one.noise_key for one in work], size) if fast else None
 
     def add(
-        self, network: Network, total: Tensor, sensitivity: Tensor, step: int, counts: np.ndarray
+        self, network: Network, total: Tensor, times: np.ndarray, step: int
     ) -> Tensor:
-        """The sums [K, P] with their noise; S per client [K, 1] or per client and layer."""
-        if self.plan.grid > 0 or self.plan.noise == "own":
-            flat, scales = network.decode(total).cpu().numpy(), sensitivity.cpu().numpy()
-            given = self.plan.sensitivity == "bound" and self.plan.bound_rule == "given"
+        """The sums [K, P] with their noise; `times` as wide as the step's drawing, per client [K, 1] or per client and layer."""
+        drawing = self.plan.noised[step]
+        if drawing.grid > 0:
+            flat = network.decode(total).cpu().numpy()
             for k, one in enumerate(self.work):
-                s = float(scales[k, 0]) if scales.shape[1] == 1 else scales[k]
-                s = self.plan.bounds[step] if given else s  # the same double in every engine
-                self.room[k] = noise.noised_sum(self.plan, one, step, int(counts[k]), flat[k], s)
+                self.room[k] = drawing.add(flat[k], one.noise_key, step, times[k, 0] if times.shape[1] == 1 else times[k])
             return network.encode(torch.from_numpy(self.room).to(total))
-        self._draw(step, counts)
-        drawn = network.encode(torch.from_numpy(self.room).to(sensitivity))
-        total = total.to(drawn.dtype)  # float noise: nothing is promised of its last bits
-        if sensitivity.shape[1] == 1:
-            return total.addcmul_(drawn, sensitivity)
+        self._draw(drawing, step)
+        drawn = network.encode(torch.from_numpy(self.room).to(total.device, self.dtype))
+        total = total.to(self.dtype)  # float noise: nothing is promised of its last bits
+        if not self.plan.follows and not drawing.at_count:
+            return total.add_(drawn)
+        wider = torch.tensor(times).to(total)
+        if times.shape[1] == 1:
+            return total.addcmul_(drawn, wider)
         for column, layer in enumerate(network.layout.layer_slices()):
-            total[:, layer].addcmul_(drawn[:, layer], sensitivity[:, column : column + 1])
+            total[:, layer].addcmul_(drawn[:, layer], wider[:, column : column + 1])
         return total
 
-    def _draw(self, step: int, counts: np.ndarray) -> None:
-        if self.normals is None:
-            for k, one in enumerate(self.work):
-                self.room[k] = noise.step_noise(self.plan, one, step, int(counts[k]), self.size)
+    def _draw(self, drawing: Drawing, step: int) -> None:
+        if self.normals is not None:
+            self.normals.draw(step, np.full(len(self.work), drawing.scale, np.float32), self.room)
             return
-        on = {"sum": np.ones(len(counts)), "mean": self.plan.expected_batch, "example": np.sqrt(counts)}
-        factors = np.broadcast_to(self.plan.multipliers[step] * on[self.plan.noise_on], len(counts))
-        self.normals.draw(step, factors.astype(np.float32), self.room)
+        for k, one in enumerate(self.work):
+            self.room[k] = drawing.draw(one.noise_key, step, self.size)
 
 
 def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:
@@ -335,15 +337,14 @@ def _largest(result: Pass) -> Tensor:
     return clipped.amax((1, 2))
 
 
-def _sensitivity(
-    plan: LocalPlan, step: int, largest: Tensor | None, bounds: Tensor | None, like: Tensor
-) -> Tensor:
-    """S per client, [K, 1], or per client and layer, [K, layers]. Batch-dependent S of an empty batch is 0."""
-    if plan.sensitivity == "l2-max":
-        return like.new_zeros(len(like), 1) if largest is None else largest[:, None]
-    if plan.bound_rule == "median" and plan.clip != "none":
-        return like.new_zeros(len(like), 1) if bounds is None else bounds[:, 0]
-    return like.new_full((len(like), 1), plan.bounds[step])
+def _followed(plan: LocalPlan, largest: Tensor | None, bounds: Tensor | None, clients: int) -> np.ndarray | None:
+    """The norms that the noise follows, per client [K, 1] or per client and layer (0 for an empty batch), or None."""
+    if not plan.follows:
+        return None
+    seen = (None if largest is None else largest[:, None]) if plan.sensitivity == "l2-max" else bounds
+    if seen is None:
+        return np.zeros((clients, 1))
+    return np.asarray(seen.reshape(clients, -1).double().cpu().numpy())
 
 
 def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalPlan) -> LocalResult:

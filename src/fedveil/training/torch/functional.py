@@ -76,7 +76,8 @@ class Net:
                 return nn.functional.cross_entropy(output, target.long().reshape(1))
             return nn.functional.mse_loss(output.reshape(-1), target.to(output.dtype).reshape(-1))
 
-        parameters = unflatten(weights, self.layout)
+        # Copies of their own: torch may round otherwise where numbers begin elsewhere in memory.
+        parameters = unflatten(weights.clone(), self.layout)
         one = grad_and_value(value)
         with torch.enable_grad():
             if not apart:
@@ -86,7 +87,7 @@ class Net:
             found = weights.new_empty(len(x), self.layout.size)
             losses = weights.new_empty(len(x))
             for row in range(len(x)):
-                by_name, losses[row] = one(parameters, x[row], y[row])
+                by_name, losses[row] = one(parameters, x[row].clone(), y[row])
                 found[row] = torch.cat([by_name[name].flatten() for name in self.layout.names])
         return found.detach(), losses.detach()
 
