@@ -1,4 +1,4 @@
-"""`fedveil report`, `fedveil ui` and `fedveil track`: what people see of runs."""
+"""`fedveil report`, `fedveil ui`, `fedveil track` and `fedveil share`: what people see of runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(report)
     app.command()(ui)
     app.command()(track)
+    app.command()(share)
 
 
 def report(
@@ -148,3 +149,30 @@ def track(
             typer.echo(f"{row['run']} → {row['to']} ({row['target']})")
 
     emit(rows, as_json, show)
+
+
+def share(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[Path, typer.Option(help="The folder to make; it must be new or empty.")],
+    model: Annotated[
+        bool, typer.Option("--with-model", help="Copy the model although nothing that holds is promised about it.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make the copy of a run's folder that may be shown to anybody: no private figures, cohorts, seeds, paths or times.
+
+    Example:
+
+      fedveil share runs/first --out to-publish
+    """
+    from fedveil.federation.share import share as copy
+    from fedveil.federation.store import open_run
+
+    told = copy(open_run(run), out, model)
+
+    def show() -> None:
+        typer.echo(f"{out}: {', '.join(told['files'])}")
+        for name, why in told["left_out"].items():
+            typer.echo(f"left out, {name}: {why}")
+
+    emit(told, as_json, show)
