@@ -29,6 +29,7 @@ from fedveil.protect.catalogue import ALIASES, catalogue
 from fedveil.protect.describe import describe_all, text_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+WIDE = "---\nhide: [toc]\n---\n\n"  # the page's tables need the room
 MADE = "<!-- Made by scripts/reference.py: change the code (or scripts/reference_words.py), then run it again. -->\n\n"
 
 
@@ -142,7 +143,7 @@ def config_page() -> str:
     schema = settings.RunConfig.model_json_schema()["properties"]
     _missing(PROMISE, schema, "PROMISE")
     _missing(RECIPE, parts.KEYS, "RECIPE")
-    out = [MADE + "# Configuration\n"]
+    out = [WIDE + MADE + "# Configuration\n"]
     out.append(
         "A configuration is a TOML file, a shipped name (`fedveil run digits-start`) or a recipe's name; `--set key=value` changes "
         "single keys, and in Python they are keyword arguments of `fv.run`. Keys of the recipe may stand beside the others "
@@ -201,7 +202,7 @@ def _schedules() -> str:
 
 def recipes_page() -> str:
     """docs/reference/recipes.md."""
-    out = [MADE + "# Recipes and shipped configurations\n"]
+    out = [WIDE + MADE + "# Recipes and shipped configurations\n"]
     out.append(
         "Verdicts are those of a typical setting (100 clients, 10 a round) with exact noise; a run's own [ledger](../ledger.md) says what "
         "holds for it. ([What the words mean](../concepts.md).)\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import re
@@ -78,6 +79,29 @@ def test_blocks_of_python_run_as_printed(name, number, block, tmp_path):
 def test_every_example_stands_on_the_page_of_examples():
     text = (ROOT / "docs" / "examples.md").read_text("utf-8")
     assert [p.name for p in EXAMPLES if f'"docs/examples/{p.name}"' not in text] == []
+
+
+# -- notebooks
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_is_its_source_executed_without_errors(source):
+    pytest.importorskip("nbclient", reason="needs the dev extra")
+    cells = scripts_module("notebooks").cells(source.read_text("utf-8"))
+    kept = json.loads(source.with_suffix(".ipynb").read_text("utf-8"))["cells"]
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in kept] == cells, "run: python scripts/notebooks.py"
+    outputs = [output for cell in kept for output in cell.get("outputs", [])]
+    assert outputs and not [output for output in outputs if output["output_type"] == "error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_runs(source):
+    pytest.importorskip("nbclient", reason="needs the dev extra")
+    notebooks = scripts_module("notebooks")
+    notebooks.execute(notebooks.build(source))
 
 
 # -- links

@@ -55,3 +55,7 @@ from pathlib import Path
 
 figures, code = campaign.audit_run(Path("attacked"), canaries_count=1000)
 print(figures["verdict"], "- exit code", code)
+
+# %% [markdown]
+# "Not enough evidence" is said when these canaries could not have told half of the noise from all of it; `fedveil audit RUN --plan` says how
+# many it takes. "Promise broken" would end `fedveil audit` with exit code 1.
