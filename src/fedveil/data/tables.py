@@ -25,7 +25,7 @@ from fedveil.errors import UserError, did_you_mean
 __all__ = ["from_arrays", "from_csv", "from_file", "from_function", "from_npz", "is_function"]
 
 Ranges = Mapping[str, Sequence[float]] | Sequence[float]
-_MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
+MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 
 def from_file(path: Path, *, seed: int = 0, target: str | None = None, **options: Any) -> Dataset:
@@ -127,6 +127,7 @@ def from_arrays(
     ranges: Ranges | None = None,
     where: str | None = None,
     classes: int | None = None,
+    class_names: tuple[str, ...] = (),
 ) -> Dataset:
     """A checked Dataset from plain arrays.
 
@@ -180,7 +181,7 @@ def from_arrays(
     dataset = Dataset(
         name=Path(name).name, x=x, y=y.astype(kind), x_test=x_test, y_test=y_test.astype(kind),
         classes=classes, task=task, pixel_range=(0.0, 1.0) if pixels else None, groups=numbers,
-        group_names=names, notes=tuple(notes),
+        group_names=names, notes=tuple(notes), class_names=class_names,
     )  # fmt: skip
     _check(dataset, where)
     return dataset
@@ -206,7 +207,7 @@ def from_csv(
     `test` is held out. ranges: public (low, high) for all columns, or per column. text: the column whose texts are the
     examples (for `features`), instead of numeric columns.
     """
-    header, rows, lines = _read_csv(path)
+    header, rows, lines = read_csv(path)
     if target is None:
         raise UserError(f"{path}: say which column to predict with --target (columns: {', '.join(header)}).")
     dropped = [drop] if isinstance(drop, str) else list(drop)
@@ -274,7 +275,7 @@ def from_csv(
     return dataclasses.replace(made, notes=notes, class_names=names)
 
 
-def _read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:
+def read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """Header, rows, and the line number of each row in the file."""
     opener = gzip.open if path.name.endswith(".gz") else open
     rows, lines = [], []
@@ -308,7 +309,7 @@ def _read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:
 
 def _refuse_missing(cells: np.ndarray, column: str, path: Path, lines: list[int]) -> None:
     words = np.char.lower(np.char.strip(cells))
-    missing = np.flatnonzero(np.isin(words, list(_MISSING)))
+    missing = np.flatnonzero(np.isin(words, list(MISSING)))
     if len(missing):
         first = missing[0]
         raise UserError(
