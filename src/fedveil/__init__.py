@@ -33,6 +33,7 @@ _PUBLIC = {
     "recipe": "fedveil.api",
     "recipes": "fedveil.api",
     "run": "fedveil.api",
+    "fit": "fedveil.api",
     "resume": "fedveil.api",
     "make_private": "fedveil.api",
     "Private": "fedveil.federation.own_loop",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedveil.data.datasets import Dataset
+from fedveil.data.frames import Table
 from fedveil.data.tables import COUNTED
 from fedveil.errors import UserError
 from fedveil.federation import loop, own_loop
@@ -168,6 +169,41 @@ def run(
         return _result(folder, facts, config, own, module)
 
 
+def fit(
+    data: Any,
+    *,
+    epsilon: float,
+    target: str | None = None,
+    group: str | None = None,
+    delta: float = 1e-5,
+    observer: str = "sum",
+    clients: int | None = None,
+    text: str | None = None,
+    control: bool = False,
+    seed: int = 0,
+    out: str | Path | None = None,
+    on_round: OnRound | None = None,
+    settings: Mapping[str, Any] = {},
+    **columns: Any,
+) -> Result:
+    """Train well from data and a budget; scaling, model, recipe and noise are chosen (`result.facts["choices"]` says why).
+
+    data: a path (.csv, .parquet, .npz, a folder of pictures), a built-in name, a pandas or Polars frame, a dictionary of
+    columns, (x, y) arrays, a torch Dataset or a HF dataset. columns: what is declared about them, as `[table]` in a
+    configuration: drop, ranges, categories, classes, missing, task, test, split, scaling, knots. settings: keys of the run.
+    """
+    from fedveil.federation.fit import carry_out, choose
+
+    table = {**({"group": group} if group else {}), **columns}
+    chosen = choose(
+        data, epsilon=epsilon, delta=delta, target=target, text=text, observer=observer, clients=clients, seed=seed,
+        table=table, **settings,
+    )  # fmt: skip
+    folder = Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
+    facts = carry_out(chosen, folder, control=control, on_round=on_round)
+    return _result(folder, facts, open_run(folder).config, chosen.data, None)
+
+
 def resume(
     path: str | Path,
     *,
@@ -294,7 +330,7 @@ def _text(value: Any) -> Any:
 
 
 def _result(
-    folder: Path, facts: dict[str, Any], config: Any, own: Dataset | None, module: nn.Module | None
+    folder: Path, facts: dict[str, Any], config: Any, own: Dataset | Table | None, module: nn.Module | None
 ) -> Result:
     from safetensors.torch import load_file
 

@@ -12,7 +12,7 @@ import typer
 from fedveil.errors import UserError
 from fedveil.privacy.ledger.entries import BudgetExceeded
 
-GROUPS = ("privacy", "data", "run", "plan", "attack", "report", "reproduce", "flower")
+GROUPS = ("fit", "privacy", "data", "run", "plan", "attack", "report", "reproduce", "flower")
 
 
 def build() -> typer.Typer:

@@ -80,7 +80,7 @@ def run(
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
     with _tracker(track, folder, config) as send:
-        result = _with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
+        result = with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
     found, code = _audit(folder) if audit else (None, 0)
     if config.report:
         _write_report([folder], folder / "report.html")
@@ -106,7 +106,7 @@ def _audit(folder: Path) -> tuple[dict[str, Any], int]:
     return plain(figures), code
 
 
-def _with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
+def with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
     """Run `work(callback)` behind a progress bar on a terminal; silently otherwise."""
     from rich.console import Console
 
@@ -203,7 +203,7 @@ def demo(
         if folder.exists() and (folder / "run.json").is_file():
             shutil.rmtree(folder)
         command = f"fedveil run {name}"
-        results.append(_with_progress(config, _job(simulate, config, folder, command), as_json))
+        results.append(with_progress(config, _job(simulate, config, folder, command), as_json))
         _write_report([folder], folder / "report.html")
     _write_report([out / "demo-alpha", out / "demo-sound"], out / "report.html")
     if as_json:

@@ -394,8 +394,8 @@ def _targets(table: Table, rows: np.ndarray, columns: Columns, known: Known, tra
     if not right.all() and columns.classes:
         row = int(np.flatnonzero(~right)[0])
         raise UserError(
-            f"{table.name}, target column '{columns.target}', row {table.lines[rows[row]]}: '{said[row]}' is not among the classes "
-            f"{', '.join(known.classes)}.{did_you_mean(str(said[row]), known.classes)}"
+            f"{table.name}, target column '{columns.target}', row {table.lines[rows[row]]}: '{said[row]}' is not among the "
+            f"classes {', '.join(known.classes)}.{did_you_mean(str(said[row]), known.classes)}"
         )
     return np.where(right, at, known.usual if training else -1)
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -22,12 +22,16 @@ from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.recipe import KEYS, Recipe, with_changes
 from fedveil.training.optimisers import parse as parse_optimiser
 
+if TYPE_CHECKING:
+    from fedveil.federation.look import Looked
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
 
 
+TABLES = ("partition_options", "model_options", "table")  # keys that are tables themselves
 TRUSTED: ContextVar[bool] = ContextVar("may code that a configuration names be imported?", default=False)
 GIVEN = "given:"  # in front of the name of a recipe that is a value of the calling program
 MOST_BYTES = 1 << 20  # of a configuration file
@@ -52,6 +56,10 @@ class RunConfig(BaseModel):
     data: str | None = Field(None, description="folder of the datasets (else FEDVEIL_DATA)")
     target: str | None = Field(None, description="target column of a .csv file")
     text: str | None = Field(None, description="text column of a .csv file")
+    table: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what is declared about a table's columns: group, drop, ranges, … (docs/tutorial-tables.md)",
+    )
     features: str | None = Field(
         None,
         description="fixed features in front of the model, e.g. scattering or backbone:efficientnet-lite0",
@@ -135,6 +143,7 @@ class RunConfig(BaseModel):
     report: bool = True
 
     _given: Recipe | None = PrivateAttr(default=None)
+    _looked: Looked | None = PrivateAttr(default=None)
 
     @field_validator("recipe")
     @classmethod
@@ -146,6 +155,17 @@ class RunConfig(BaseModel):
         copy = self.model_copy()
         copy._given = recipe
         return copy
+
+    def with_look(self, looked: Looked) -> RunConfig:
+        """The same configuration with what a look at its table found (and paid for) before."""
+        copy = self.model_copy()
+        copy._looked = looked
+        return copy
+
+    @property
+    def looked(self) -> Looked | None:
+        """What a look at the table found before, in a run that is continued or looked at."""
+        return self._looked
 
     def _base(self) -> Recipe:
         if self._given is not None:
@@ -226,9 +246,7 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
     where = name_or_path
     path = Path(name_or_path)
     if path.suffix == ".toml":
-        if not path.is_file():
-            raise UserError(f"configuration file '{name_or_path}' does not exist")
-        values = _read_toml(_text_of(path), where)
+        values = read_toml_file(path)
     elif name_or_path.lower() in shipped():
         values = _read_toml(shipped()[name_or_path.lower()], where)
         values.setdefault("name", name_or_path.lower())
@@ -241,7 +259,7 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
             f"'{name_or_path}' is neither a .toml file, a shipped configuration nor a recipe."
             f"{did_you_mean(name_or_path, known)} `fedveil recipes` lists what there is."
         )
-    pairs = changes if isinstance(changes, Mapping) else dict(_pair(text) for text in changes)
+    pairs = changes if isinstance(changes, Mapping) else dict(pair_of(text) for text in changes)
     return make_config(values, pairs, where)
 
 
@@ -251,7 +269,7 @@ def make_config(
     """Check and complete plain values: dataset defaults, then `values`, then `changes`. recipe: given as a value."""
     merged = _routed(values, where)
     for key, value in _routed(changes, "--set").items():
-        if key in ("protect", "partition_options", "model_options"):
+        if key in ("protect", *TABLES):
             merged[key] = {**merged.get(key, {}), **value}
         else:
             merged[key] = value
@@ -374,7 +392,7 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
         )
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def pair_of(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign:
         raise UserError(f"--set {text[:80]!r}: write key=value, e.g. --set rounds=20")
@@ -386,6 +404,13 @@ def _pair(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
     except ValueError as wrong:  # a whole number with thousands of digits
         raise UserError(f"--set {key.strip()[:80]}=…: {wrong}") from None
+
+
+def read_toml_file(path: Path) -> dict[str, Any]:
+    """The values of a configuration file, not yet checked."""
+    if not path.is_file():
+        raise UserError(f"configuration file '{path}' does not exist")
+    return _read_toml(_text_of(path), str(path))
 
 
 def _text_of(path: Path) -> str:
@@ -431,11 +456,14 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in values.items():
         head, _, tail = key.partition(".")
-        if head in ("partition_options", "model_options") and tail:
+        if head == "table" and tail.startswith(("ranges.", "categories.")):
+            kind, _, column = tail.partition(".")
+            out.setdefault(head, {}).setdefault(kind, {})[column] = value
+        elif head in TABLES and tail:
             out.setdefault(head, {})[tail] = value
         elif (head == "recipe" and tail) or (head == "protect" and tail):
             out.setdefault("protect", {})[tail] = value
-        elif key in ("protect", "partition_options", "model_options") and not isinstance(value, Mapping):
+        elif key in ("protect", *TABLES) and not isinstance(value, Mapping):
             raise UserError(f"{key} = {str(value)[:80]!r}: must be a table, e.g. {key} = {{ name = 1 }}")
         elif key == "protect":
             out.setdefault("protect", {}).update(value)

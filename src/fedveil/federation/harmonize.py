@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,12 @@ from fedveil.protect.recipe import Recipe, with_changes
 from fedveil.protect.setting import Moment
 
 
-def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+def harmonize(
+    task: Task, config: RunConfig, dealt: Any, before: Sequence[Event] = ()
+) -> tuple[Task, tuple[str, ...]]:
     """Give the task (or each client) the smallest sigma that keeps its sound epsilon within the budget.
+
+    before: what was released about the same units before training, and comes out of the same budget.
 
     A client is calibrated for the participations it can expect, ceil(rounds * cohort / clients); the ledger still
     stops it before it would exceed its budget if chance picks it more often.
@@ -43,7 +48,7 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
                 own_config = config.model_copy(update={"delta": delta})
                 cache[key] = (
                     recipe,
-                    sigma_for(replace(task, recipe=recipe), own_config, epsilon, rounds, key[3]),
+                    sigma_for(replace(task, recipe=recipe), own_config, epsilon, rounds, key[3], before),
                 )
             own[client], budgets[client] = cache[key], epsilon
         notes = tuple(
@@ -53,7 +58,7 @@ def harmonize(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[st
         return replace(task, own=own, own_epsilon=budgets), notes
     smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
     assert config.target_epsilon is not None
-    sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest)
+    sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest, before)
     recipe = replace(task.recipe, sigma=constant(sigma))
     return replace(task, recipe=recipe), (
         f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
@@ -128,14 +133,17 @@ def _zeros(task: Task) -> Any:
     return np.zeros(task.layout.size, np.float32)
 
 
-def sigma_for(task: Task, config: RunConfig, epsilon: float, rounds: int, size: int) -> float:
+def sigma_for(
+    task: Task, config: RunConfig, epsilon: float, rounds: int, size: int, before: Sequence[Event] = ()
+) -> float:
     """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events."""
     accountant = config.accountant
 
     def spent(sigma: float) -> float:
-        found = answer(events_of(task, config, sigma, rounds, size), config.delta, accountant)
+        events = [*before, *events_of(task, config, sigma, rounds, size)]
+        found = answer(events, config.delta, accountant)
         if found.epsilon is None and accountant == "pld":
-            found = answer(events_of(task, config, sigma, rounds, size), config.delta, "rdp")
+            found = answer(events, config.delta, "rdp")
         return math.inf if found.epsilon is None else found.epsilon
 
     low, high = 1e-3, 1.0

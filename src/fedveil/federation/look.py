@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,18 +28,24 @@ from fedveil.data.columns import (
     Known,
     Scale,
     Sheet,
+    columns_of,
     declared,
-    even_knots,
+    encode,
     place_of,
+    sheet_of,
     with_knots,
 )
-from fedveil.data.frames import numbers, words
-from fedveil.data.rows import Task
+from fedveil.data.frames import Table, numbers, words
+from fedveil.data.partition import partition
+from fedveil.data.rows import Dataset, Task, hold_out, limit_rows
 from fedveil.errors import UserError
 from fedveil.keys import derive
 from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, event_from_json, to_json
 from fedveil.protect.tally import Tally, tally
+
+if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
 
 OCTAVES = np.arange(-20, 44)  # values from 2**-20 to 2**44 in size; what is smaller is zero, what is larger is in the last
 EDGES = np.concatenate([-(2.0 ** OCTAVES[::-1]), 2.0**OCTAVES])  # 2 * 64 ends, zero between the middle two
@@ -125,6 +131,49 @@ def price(columns: int, rows: int, clients: int, observer: str, epsilon: float, 
             f"{', or --observer sum' if pile > 1 else ''}."
         )
     return found
+
+
+def open_table(config: RunConfig, given: Table | None, root: int | bytes, deployed: bool) -> tuple[Dataset, Looked]:
+    """The configuration's table as numbers, with what had to be looked at and paid for.
+
+    Formal guarantee: nothing about the training rows is in the result's constants but what `Looked.paid` states. Nothing may
+    be shown before that is charged.
+    """
+    where = given.name if given is not None else config.dataset
+    columns = columns_of(config.table, config.target, config.text, where)
+    sheet = sheet_of(given if given is not None else config.dataset, columns, config.split_seed)
+    knots = columns.knots or 1
+    found = config.looked
+    if found is None and needs_look(sheet):
+        if deployed or config.secure_sum:
+            raise UserError(
+                f"{where}: a look at undeclared columns is made in one process, not among nodes: declare their ranges and "
+                "categories (`fedveil data check` writes them), or set table.scaling = \"free\""
+            )
+        found = _bought(sheet, config, root, knots)
+    looked = constants(sheet, knots, found)
+    dataset = encode(sheet, looked.known, where.rpartition("/")[2])
+    return hold_out(limit_rows(dataset, config.limit, None, config.split_seed), config.validation, config.split_seed), looked
+
+
+def _bought(sheet: Sheet, config: RunConfig, root: int | bytes, knots: int) -> Looked:
+    if config.target_epsilon is None:
+        raise UserError(
+            f"{sheet.table.name}: columns without ranges are paid for from a budget: set target_epsilon (and calibrate = true), "
+            "declare ranges and categories, or set table.scaling = \"free\""
+        )
+    if config.partition not in ("groups", "iid"):
+        raise UserError(f"{sheet.table.name}: paid scaling needs partition = groups or iid, not {config.partition}")
+    observer = "sum" if config.built_recipe().place.sum_only else "server"
+    blank = np.zeros(len(sheet.train), np.int64)
+    rows = Dataset(sheet.table.name, blank[:, None].astype(np.float32), blank, blank[:0, None], blank[:0], classes=1,
+                   groups=sheet.groups, group_names=sheet.group_names)  # fmt: skip
+    dealt = partition(rows, config.partition, config.clients, config.seed, **config.partition_options)
+    cost = price(
+        len(needs_look(sheet)), len(sheet.train), dealt.clients, observer, config.target_epsilon, config.delta,
+        sheet.columns.share,
+    )  # fmt: skip
+    return look(sheet, [dealt.rows(c) for c in range(dealt.clients)], cost, observer, root, knots)
 
 
 def constants(sheet: Sheet, knots: int, found: Looked | None) -> Looked:
@@ -287,6 +336,11 @@ def _task(sheet: Sheet, labels: dict[str, float], target: Scale | None) -> tuple
     few = len(labels) <= (FEW_LABELS if target.kind == "number" else MOST_CLASSES)
     covered = sum(labels.values()) > 0.8 * len(sheet.train)
     task: Task = columns.task or ("classification" if covered and few else "regression")
+    if columns.task == "classification" and target.kind == "number" and not (covered and len(labels) <= MOST_CLASSES):
+        raise UserError(
+            f"{sheet.table.name}: hardly any value of the target '{columns.target}' is frequent enough to be a class. If it is a "
+            "quantity, add --task regression; else declare its classes (--classes A,B,…)."
+        )
     if task == "regression":
         if target.kind != "number":
             raise UserError(
@@ -306,6 +360,3 @@ def _task(sheet: Sheet, labels: dict[str, float], target: Scale | None) -> tuple
 def _hash(values: Sequence[dict[str, Any]]) -> str:
     plain = [{k: np.asarray(v).tolist() for k, v in value.items()} for value in values]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-__all__ = ["Looked", "Paid", "Price", "constants", "even_knots", "look", "looked_from_json", "needs_look", "price"]

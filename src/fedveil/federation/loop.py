@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from fedveil.data.datasets import Dataset, load
+from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.harmonize import delta_of
+from fedveil.federation.look import Looked, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -51,10 +53,11 @@ from fedveil.protect.catalogue import named_code
 from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
+from fedveil.protect.tally import paid_release
 from fedveil.training import pool
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
-from fedveil.training.evaluate import evaluate
+from fedveil.training.evaluate import evaluate, outputs
 from fedveil.training.optimisers import parse as parse_optimiser
 
 
@@ -71,6 +74,7 @@ class Prepared:
     engine_reason: str
     notes: tuple[str, ...] = ()
     data_digest: str = ""
+    looked: Looked | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ Turn = tuple[State, dict[str, Any], dict[str, Any]]  # next state, public facts,
 
 def prepare(
     config: RunConfig,
-    dataset: Dataset | None = None,
+    dataset: Dataset | Table | None = None,
     module: Any = None,
     *,
     dealt: Partition | None = None,
@@ -101,7 +105,12 @@ def prepare(
     dealt: who holds how much, where that is not decided here (deployment). root: keys all randomness instead
     of the seed or, with secure_noise, the system's entropy.
     """
-    if dataset is None:
+    if root is None:
+        root = entropy() if config.secure_noise else config.seed
+    looked = None
+    if isinstance(dataset, Table) or (dataset is None and config.table):
+        dataset, looked = open_table(config, dataset, root, deployed=dealt is not None)
+    elif dataset is None:
         own_options: dict[str, Any] = {"text": config.text} if config.text else {}
         dataset = load(
             config.dataset,
@@ -118,8 +127,6 @@ def prepare(
     recipe = config.built_recipe()
     if dealt is None:
         dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
-    if root is None:
-        root = entropy() if config.secure_noise else config.seed
     if module is None:
         name = nets.default_model(dataset) if config.model == "auto" else config.model
         module = nets.build(name, dataset.shape, dataset.classes, config.seed, **config.model_options)
@@ -167,7 +174,7 @@ def prepare(
     if config.client_epsilons or config.calibrate:
         from fedveil.federation.harmonize import harmonize
 
-        task, more = harmonize(task, config, dealt)
+        task, more = harmonize(task, config, dealt, [paid.event for paid in looked.paid] if looked else ())
         notes += more
     elif recipe.formula is not None and recipe.epsilon is not None:
         from fedveil.federation.harmonize import by_formula
@@ -177,7 +184,7 @@ def prepare(
     initial = flatten(module)
     engine, reason = engine_of(task, initial, dealt, config)
     task = replace(task, setting=replace(task.setting, engine=engine))
-    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes)
+    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
 
 
 def with_features(dataset: Dataset, config: RunConfig) -> Dataset:
@@ -346,13 +353,15 @@ def run(
     *,
     resume: bool = False,
     on_round: OnRound | None = None,
-    dataset: Dataset | None = None,
+    dataset: Dataset | Table | None = None,
     module: Any = None,
     command: str = "",
+    on_start: Callable[[Prepared], None] | None = None,
 ) -> dict[str, Any]:
     """Run a configuration in the directory `out`; returns what result.json holds.
 
     resume: continue from the last checkpoint. Seeded runs end with the same weights as an uninterrupted run.
+    on_start: called once before the first round, when everything that was looked at before is charged.
     """
     folder = Path(out)
     begun = time.perf_counter()
@@ -361,9 +370,15 @@ def run(
     prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
-        state = open_folder(prepared, folder, resume, command)
+        check_folder(prepared, folder, resume)
         ledger = stack.enter_context(open_ledger(prepared, folder))
         charge_preprocessing(prepared, ledger)
+        # Only now: how large the model is, for one, may have been found by a look that is charged now.
+        state = open_folder(prepared, folder, resume, command)
+        if prepared.looked is not None:
+            store.write_json(folder / store.TABLE, prepared.looked.to_json())
+        if on_start is not None:
+            on_start(prepared)
         workers: int | pool.Workers = config.workers
         if config.workers > 1 and prepared.engine in ("stacked", "functional"):
             workers = stack.enter_context(pool.Workers(config.workers))
@@ -451,6 +466,11 @@ def charge_preprocessing(prepared: Prepared, ledger: Ledger) -> None:
     entry = unpaid(prepared.partition.clients, notes)
     if entry is not None and prepared.task.recipe.private and ledger.find("preprocessing") is None:
         ledger.spend(entry, fingerprint="preprocessing")
+    for paid in prepared.looked.paid if prepared.looked and prepared.task.recipe.private else ():
+        # The hash holds fresh noise: the same hash in the ledger is this very look, made and charged before.
+        if ledger.find(f"look {paid.made}") is None:
+            what = paid_release(prepared.partition.clients, paid.event, paid.what)
+            ledger.spend(what, fingerprint=f"look {paid.made}", made=paid.made)
 
 
 def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:
@@ -460,24 +480,27 @@ def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:
     stack.enter_context(run_folder.hold(folder, create=not resume))
 
 
+def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds another run, before anything is charged or written."""
+    if not (folder / "run.json").exists():
+        return
+    if not resume:
+        raise UserError(f"{folder} already holds a run: add --resume to continue it, or choose another --out")
+    before = store.open_run(folder).config
+    free = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
+    changed = [
+        k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(prepared.config, k)
+    ]
+    if changed:
+        raise UserError(f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead")
+
+
 def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) -> State:
     config = prepared.config
     known = store.checkpoints(folder / "checkpoints")
     state = start(prepared.task, prepared.initial)
+    check_folder(prepared, folder, resume)
     if (folder / "run.json").exists():
-        if not resume:
-            raise UserError(
-                f"{folder} already holds a run: add --resume to continue it, or choose another --out"
-            )
-        before = store.open_run(folder).config
-        free = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
-        changed = [
-            k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(config, k)
-        ]
-        if changed:
-            raise UserError(
-                f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead"
-            )
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
@@ -518,7 +541,11 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
 
 def open_ledger(prepared: Prepared, folder: Path) -> Ledger:
     """Continue the run's ledger, which must hold all that the folder knows; or start it."""
-    return run_folder.open_ledger(folder, lambda: header_of(prepared))
+    ledger = run_folder.open_ledger(folder, lambda: header_of(prepared))
+    if not (folder / "run.json").exists() and ledger.header.config != config_hash(prepared.config):
+        ledger.close()
+        raise UserError(f"{folder} holds the ledger of another run, which was stopped before it began; choose another --out")
+    return ledger
 
 
 def header_of(prepared: Prepared) -> Header:
@@ -583,7 +610,7 @@ def cohort_of(prepared: Prepared, number: int) -> np.ndarray:
 def config_hash(config: RunConfig) -> str:
     """Changes whenever anything that decides the releases changes."""
     ignore = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
-    values = {k: v for k, v in config.model_dump().items() if k not in ignore}
+    values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k != "table" or v)}
     if named_code(config.recipe) or config.recipe.startswith(GIVEN):
         values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
@@ -701,22 +728,32 @@ def finish(
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
     }
     result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
-    result["judgement"] = judgement(found["accuracy"], data)
+    result["r2"] = found.get("r2")
+    result["learned"], result["judgement"] = judgement(task, weights, data)
     store.write_json(folder / "result.json", result)
     return result
 
 
-def judgement(accuracy: float | None, data: Dataset) -> str:
-    """One sentence: did the model learn anything? Judged on the public test rows, three standard errors above guessing."""
-    if accuracy is None or data.classes is None or len(data.y_test) == 0:
-        return ""
-    guess = float(np.bincount(data.y_test.astype(np.int64)).max() / len(data.y_test))
-    room = 3 * (guess * (1 - guess) / len(data.y_test)) ** 0.5
-    if accuracy > guess + room:
-        return f"better than always guessing the most frequent class ({guess:.3f})"
-    return (
-        f"NOT better than always guessing the most frequent class ({guess:.3f}): this model learned nothing. Try more data per "
-        "client, larger batches, fewer steps or a larger epsilon; `fedveil plan` proposes settings"
+def judgement(task: Task, weights: np.ndarray, data: Dataset) -> tuple[bool | None, str]:
+    """Did the model learn anything? Judged on the test rows: three standard errors above guessing. (verdict, a sentence)"""
+    if not len(data.y_test) or not np.isfinite(weights).all():
+        return (False, "not finite: this model learned nothing. Lower learning_rate") if len(data.y_test) else (None, "")
+    out = outputs(task.module, weights, data.x_test).numpy().astype(np.float64)
+    if data.classes is None:
+        better = (data.y_test - data.y_test.mean()) ** 2 - (out.reshape(-1) - data.y_test) ** 2
+        learned = bool(better.mean() > 3 * better.std() / len(better) ** 0.5)
+        share = better.mean() / max(float(np.var(data.y_test)), 1e-12)
+        than = f"always guessing the mean (R² {share:.3f} of at most 1, where 0 is the mean)"
+    else:
+        guess = float(np.bincount(data.y_test.astype(np.int64)).max() / len(data.y_test))
+        accuracy = float((out.argmax(1) == data.y_test).mean())
+        learned = accuracy > guess + 3 * (guess * (1 - guess) / len(data.y_test)) ** 0.5
+        than = f"always guessing the most frequent class ({guess:.3f})"
+    if learned:
+        return True, f"better than {than}"
+    return False, (
+        f"NOT better than {than}: this model learned nothing. Try more data per client, larger batches, fewer steps or a larger "
+        "epsilon; `fedveil plan` proposes settings, `fedveil fit` chooses them"
     )
 
 

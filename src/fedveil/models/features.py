@@ -150,7 +150,7 @@ def apply(dataset: Dataset, text: str) -> Dataset:
             f"features = {text!r} needs images of at least 8 x 8 pixels, but examples of '{dataset.name}' have "
             f'shape {list(dataset.shape)}; use features = "unit" for tables.'
         )
-    if front.kind == "unit" and len(dataset.shape) != 1:
+    if front.kind == "unit" and len(dataset.shape) != 1 and dataset.pixel_range is not None:
         raise UserError(f'features = {text!r} is for tables; use features = "scattering" for images.')
     note = "features: " + {
         "scattering": f"oriented energies, whitened by {PICTURES} drawn pictures ({front.components} directions, ridge "
@@ -222,7 +222,8 @@ def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
     if front.kind == "tokens":
         return tokens(decode(x), int(front.length) or 64).astype(np.float32)
     if front.kind == "unit":
-        kept = np.asarray(x, np.float32)[:, _columns(front.columns, x.shape[1])]
+        flat = np.asarray(x, np.float32).reshape(len(x), -1)
+        kept = flat[:, _columns(front.columns, flat.shape[1])]
         wide = torch.as_tensor(_between(kept, front))
         added = torch.full((len(wide), 1), front.constant)
         return _unit(torch.cat([wide, added], 1), front.length).numpy()

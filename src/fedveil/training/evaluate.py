@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import nn
@@ -35,12 +37,14 @@ def _images_last(rows: torch.Tensor) -> torch.Tensor:
 def evaluate(
     module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray, loss: str
 ) -> dict[str, float | None]:
-    """Accuracy and loss, or RMSE and MAE for regression (accuracy is then None). Non-finite becomes None."""
+    """Accuracy and loss, or RMSE, MAE and R² for regression (accuracy is then None). Non-finite becomes None."""
     out = outputs(module, weights, x).double()
     truth = torch.as_tensor(y)
     if loss == "squared":
         error = out.reshape(len(y)) - truth.double()
+        spread = (truth.double() - truth.double().mean()).square().mean().item()
         found = {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item()}
+        found["r2"] = 1 - found["rmse"] ** 2 / spread if spread > 0 else math.nan
         return {
             "accuracy": None,
             "loss": _finite(found["rmse"] ** 2 / 2),

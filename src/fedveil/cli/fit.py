@@ -1,0 +1,188 @@
+"""`fedveil fit`: from data and a budget to a trained model; everything else is chosen, and explained."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedveil.cli.common import DeltaOption, JsonFlag, emit
+from fedveil.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("fit")(fit)
+
+
+def fit(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A .csv(.gz), .parquet or .npz file, a picture folder, a dataset name, or a .toml of `fedveil data check`.",
+        ),
+    ],
+    epsilon: Annotated[float | None, typer.Option(help="The budget, per row. Above 0.")] = None,
+    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    group: Annotated[str | None, typer.Option(help="The column that names the site of each row: one client each.")] = None,
+    drop: Annotated[list[str], typer.Option(help="Columns to leave out: a,b (repeatable).")] = [],
+    ranges: Annotated[
+        list[str], typer.Option(help="Public ranges: column=low:high (repeatable), or a .toml or .json file of them.")
+    ] = [],
+    categories: Annotated[list[str], typer.Option(help="Public words of a column: column=a|b|c (repeatable).")] = [],
+    classes: Annotated[str | None, typer.Option(help="Public classes of the target: a,b,c.")] = None,
+    missing: Annotated[list[str], typer.Option(help="Declared columns that may lack values and get a mark: a,b.")] = [],
+    task: Annotated[str | None, typer.Option(help="classification or regression.")] = None,
+    text: Annotated[str | None, typer.Option(help="The column whose texts are the examples.")] = None,
+    test: Annotated[str | None, typer.Option(help="Fraction of rows to test on (0.2), or a file of them.")] = None,
+    split: Annotated[str | None, typer.Option(help="A column with train or test in each row.")] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="Undeclared columns: paid (a noised look, part of the budget) or free (no look).")
+    ] = None,
+    observer: Annotated[
+        str | None, typer.Option(help="sum: only the sum over all sites is seen. server: sees every site's update.")
+    ] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Clients, where no column names sites.")] = None,
+    delta: DeltaOption = 1e-5,
+    seed: Annotated[int, typer.Option(help="Of split and simulated noise.")] = 0,
+    control: Annotated[bool, typer.Option("--control", help="Also fit without privacy, for comparison (not private).")] = False,
+    change: Annotated[list[str], typer.Option("--set", help="Change a key of the run: rounds=40, secure_noise=true.")] = [],
+    data: Annotated[str | None, typer.Option(help="Folder of the built-in datasets (else FEDVEIL_DATA).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train well from data and a budget: scaling, model, recipe and noise are chosen, each with its reason.
+
+    Nothing is read from private rows for free: what is not declared (ranges, categories, classes) is found by a noised look
+    that the same budget pays for.
+
+    [bold]Examples[/bold]
+
+    fedveil fit patients.csv --target outcome --group hospital --epsilon 2 --drop patient_id --out runs/patients
+
+    fedveil fit patients.csv --target days --task regression --epsilon 2 --ranges age=0:110 --ranges sodium=120:160
+
+    fedveil fit digits --epsilon 4
+
+    fedveil fit patients.toml --epsilon 1 --control
+    """
+    from fedveil.cli.run import with_progress
+    from fedveil.federation.config import pair_of
+    from fedveil.federation.fit import carry_out, choose
+
+    values, table = _file(source)
+    table |= _declared(group, drop, ranges, categories, classes, missing, task, test, split, scaling)
+    settings = dict(pair_of(word) for word in change)
+    epsilon = epsilon if epsilon is not None else values.get("target_epsilon")
+    if epsilon is None:
+        raise UserError("--epsilon is missing: the budget per row. 1 is strong, 4 usual, 8 weak.")
+    chosen = choose(
+        values.get("dataset", source), epsilon=epsilon, delta=delta, target=target or values.get("target"),
+        text=text or values.get("text"), observer=observer or values.get("view", "sum"), clients=clients, seed=seed,
+        data=data, table=table, **settings,
+    )  # fmt: skip
+    folder = out or Path("runs") / f"{_short(values.get('dataset', source))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not as_json:
+        _show_lines(chosen.lines)
+    command = f"fedveil fit {source}"
+    facts = with_progress(
+        chosen.config, lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook), as_json
+    )
+    emit(facts, as_json, lambda: _show(facts))
+
+
+def _short(source: Any) -> str:
+    return Path(str(source)).name.partition(".")[0] or "fit"
+
+
+def _file(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and columns of a .toml file; nothing for other sources."""
+    if not source.endswith(".toml"):
+        return {}, {}
+    from fedveil.federation.config import read_toml_file
+
+    values = read_toml_file(Path(source))
+    table = values.get("table", {})
+    if "dataset" not in values or not isinstance(table, dict):
+        raise UserError(f"{source}: names no dataset; `fedveil data check FILE --write {source}` writes one that does.")
+    recipe = values.get("recipe", "sum-cdp")
+    return {**values, "view": "sum" if recipe == "sum-cdp" else "server"}, dict(table)
+
+
+def _declared(
+    group: str | None, drop: Sequence[str], ranges: Sequence[str], categories: Sequence[str], classes: str | None,
+    missing: Sequence[str], task: str | None, test: str | None, split: str | None, scaling: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The options as keys of `[table]`."""
+    given: dict[str, Any] = {"group": group, "task": task, "split": split, "scaling": scaling}
+    given["drop"] = [name for word in drop for name in word.split(",") if name]
+    given["missing"] = [name for word in missing for name in word.split(",") if name]
+    given["classes"] = classes.split(",") if classes else None
+    given["ranges"] = {column: pair for word in ranges for column, pair in _range(word).items()}
+    given["categories"] = dict(_category(word) for word in categories)
+    if test is not None:
+        try:
+            given["test"] = float(test)
+        except ValueError:
+            given["test"] = test
+    return {key: value for key, value in given.items() if value}
+
+
+def _range(word: str) -> dict[str, Any]:
+    if word.endswith((".toml", ".json")):
+        return _range_file(Path(word))
+    column, sign, pair = word.partition("=")
+    low, colon, high = pair.partition(":")
+    try:
+        if not (sign and colon):
+            raise ValueError
+        return {column.strip(): [float(low), float(high)]}
+    except ValueError:
+        raise UserError(f"--ranges {word}: write column=low:high, e.g. age=0:110, or name a .toml or .json file.") from None
+
+
+def _range_file(path: Path) -> dict[str, Any]:
+    from fedveil.federation.config import read_toml_file
+
+    if path.suffix == ".toml":
+        found: Any = read_toml_file(path)
+    else:
+        try:
+            found = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as wrong:
+            raise UserError(f"--ranges {path}: cannot be read ({wrong}).") from None
+    found = found.get("ranges", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        raise UserError(f"--ranges {path}: must hold one entry [low, high] per column.")
+    return found
+
+
+def _category(word: str) -> tuple[str, list[str]]:
+    column, sign, words = word.partition("=")
+    if not sign or not words:
+        raise UserError(f"--categories {word}: write column=a|b|c, e.g. sex=F|M.")
+    return column.strip(), words.split("|")
+
+
+def _show_lines(lines: Sequence[tuple[str, str]]) -> None:
+    for what, why in lines:
+        print(f"{what:<9}{why}")
+
+
+def _show(facts: dict[str, Any]) -> None:
+    for line in facts["found"]:
+        print(f"{'found':<9}{line}")
+    for row in facts["ledger"]:
+        if row["unit"] == "example" and row["observer"] in ("server", "public"):
+            shown = "none" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
+            print(f"{'promise':<9}{row['observer']}: epsilon {shown} per row, {row['verdict']}" + (
+                f" ({row['reason']})" if row["verdict"] != "sound" else ""))  # fmt: skip
+    if facts["simulated"]:
+        print(f"{'noise':<9}seeded, for a simulation: promises hold when deployed with secret noise (--set secure_noise=true)")
+    print(f"{'kept':<9}{facts['run']}: model.safetensors, table.json, ledger (explained by `fedveil ledger {facts['run']}`)")
+    print(facts["verdict"])

@@ -1,0 +1,139 @@
+"""From data and a budget to a run: everything is charged to one ledger, and the choices are said."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedveil as fv
+from fedveil.errors import UserError
+from fedveil.federation import loop
+from fedveil.federation.fit import choose
+from fedveil.privacy.ledger import Ledger
+
+
+def columns(rows=1200, seed=0):
+    random = np.random.default_rng(seed)
+    age = random.normal(60, 12, rows).round()
+    ward = random.choice(["ICU", "surgery"], rows)
+    risk = (age - 60) / 12 + 1.5 * (ward == "ICU") - 0.7
+    return {
+        "site": random.choice(["A", "B", "C"], rows), "age": age, "ward": ward,
+        "days": np.exp(1 + 0.4 * risk + random.normal(0, 0.2, rows)),
+        "outcome": np.where(risk + random.normal(0, 0.7, rows) > 0, "died", "alive"),
+    }  # fmt: skip
+
+
+def write_csv(path, data):
+    names = list(data)
+    lines = [",".join(names), *(",".join(str(data[n][i]) for n in names) for i in range(len(data[names[0]])))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fit")
+    path = write_csv(folder / "patients.csv", columns())
+    result = fv.fit(path, target="outcome", group="site", drop=["days"], epsilon=4, control=True, out=folder / "run")
+    return folder, path, result
+
+
+def test_a_plain_csv_trains_about_as_well_as_without_privacy(run):
+    _, _, result = run
+    assert result.facts["learned"] is True
+    assert result.accuracy > 0.95 * result.facts["control"]
+    assert "not private" in result.facts["verdict"]
+
+
+def test_looks_and_training_share_one_ledger_within_the_budget(run):
+    folder, _, result = run
+    assert 3.9 < result.epsilon("server") <= 4
+    ledger = Ledger.read(folder / "run" / "ledger.jsonl", rounds=0)
+    before = ledger.epsilon("server", "example")
+    assert 0 < before < 2  # what the looks alone cost stands there before the first round
+    assert result.ledger[0]["reason"].startswith("a noised look")
+
+
+def test_every_choice_is_said(run):
+    _, _, result = run
+    assert {"data", "sites", "scaling", "recipe", "model", "rounds"} <= set(result.facts["choices"])
+    assert any(line.startswith("age: numbers") for line in result.facts["found"])
+
+
+def test_the_model_fits_the_constants_that_were_kept(run):
+    folder, _, _ = run
+    again = loop.prepare(fv.open_run(folder / "run").config)
+    assert again.looked is not None
+    assert json.loads((folder / "run" / "table.json").read_text()) == json.loads(json.dumps(again.looked.to_json()))
+
+
+def test_a_run_under_secret_noise_continues_with_the_look_that_it_paid_for(tmp_path):
+    path = write_csv(tmp_path / "patients.csv", columns())
+    chosen = choose(path, target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]}, secure_noise=True, rounds=3)
+
+    def stop(facts):
+        if facts.round == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(chosen.config.model_copy(update={"checkpoint_every": 1}), tmp_path / "run", on_round=stop)
+    first = (tmp_path / "run" / "table.json").read_bytes()
+    loop.run(fv.open_run(tmp_path / "run").config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "table.json").read_bytes() == first
+    text = (tmp_path / "run" / "ledger.jsonl").read_text()
+    assert text.count('"note":"look"') == 2
+
+
+def test_nothing_is_written_before_the_look_is_charged(tmp_path, monkeypatch):
+    path = write_csv(tmp_path / "patients.csv", columns())
+    chosen = choose(path, target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]})
+
+    def fail(*_):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(loop, "charge_preprocessing", fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        loop.run(chosen.config, tmp_path / "run")
+    assert {p.name for p in (tmp_path / "run").iterdir()} <= {".lock", "ledger.jsonl", "ledger.head"}
+
+
+def test_regression_reports_its_error_in_the_targets_units(tmp_path):
+    data = columns()
+    data.pop("outcome")
+    result = fv.fit(data, target="days", group="site", task="regression", epsilon=4, out=tmp_path / "run")
+    assert result.facts["r2"] > 0.2 and result.facts["learned"] is True
+    assert 0 < result.facts["rmse_in_units"] < 5
+
+
+def test_noise_instead_of_data_is_not_called_learning(tmp_path):
+    data = columns()
+    data["outcome"] = np.random.default_rng(3).permutation(data["outcome"])
+    result = fv.fit(
+        data, target="outcome", group="site", drop=["days", "ward"], classes=["alive", "died"], ranges={"age": [0, 110]},
+        epsilon=1, out=tmp_path / "run",
+    )  # fmt: skip
+    assert result.facts["learned"] is False and "NOT better" in result.facts["verdict"]
+
+
+def test_declared_columns_cost_nothing(tmp_path):
+    result = fv.fit(
+        columns(), target="outcome", group="site", drop=["days"], epsilon=2, ranges={"age": [0, 110]},
+        categories={"ward": ["ICU", "surgery"]}, classes=["alive", "died"], observer="server", out=tmp_path / "run",
+    )  # fmt: skip
+    assert result.facts["found"] == [] and result.accuracy > 0.7
+    assert "look" not in result.ledger[0]["reason"]
+
+
+def test_arrays_and_pictures_are_taken(tmp_path):
+    random = np.random.default_rng(0)
+    y = np.arange(300) % 2
+    x = random.normal(0, 1, (300, 4)) + y[:, None]
+    assert fv.fit((x, y), epsilon=8, clients=3, out=tmp_path / "a").accuracy > 0.7  # the line between the classes gives 0.84
+    with pytest.raises(UserError, match="one target per row"):
+        choose((x, y[:-1]), epsilon=8)
+
+
+def test_clients_and_groups_must_agree():
+    with pytest.raises(UserError, match="names 3 sites"):
+        choose(columns(), target="outcome", epsilon=2, clients=5, table={"group": "site"})

@@ -1,0 +1,123 @@
+"""What a look finds is paid for, depends on noised counts alone, and declared columns need none."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from fedveil.data.columns import columns_of, encode, sheet_of
+from fedveil.data.frames import from_columns
+from fedveil.errors import UserError
+from fedveil.federation import look as looks
+from fedveil.privacy.accountants import answer
+
+
+def patients(rows=3000, seed=0):
+    random = np.random.default_rng(seed)
+    sodium = random.normal(139, 4, rows).round(1)
+    income = np.exp(random.normal(10, 1, rows)).round()
+    ward = random.choice(["ICU", "surgery", "medicine"], rows)
+    outcome = np.where(sodium + 4 * (ward == "ICU") + random.normal(0, 2, rows) > 140, "died", "alive")
+    sodium[random.random(rows) < 0.2] = np.nan
+    return from_columns({"sodium": sodium, "income": income, "ward": ward, "outcome": outcome}, "patients")
+
+
+def looked(table, epsilon=4.0, observer="sum", sites=3, knots=4, seed=0, **options):
+    sheet = sheet_of(table, columns_of(options, "outcome", None, "t"), 0)
+    asked = looks.needs_look(sheet)
+    cost = looks.price(len(asked), len(sheet.train), sites, observer, epsilon, 1e-5)
+    holders = np.array_split(np.arange(len(sheet.train)), sites)
+    return sheet, looks.look(sheet, holders, cost, observer, seed, knots), cost
+
+
+@pytest.mark.parametrize("observer", ["sum", "server"])
+def test_kinds_ranges_words_and_classes_are_found(observer):
+    sheet, found, _ = looked(patients(), observer=observer)
+    scales = {scale.column: scale for scale in found.known.scales}
+    assert scales["sodium"].kind == "number" and scales["sodium"].mark
+    assert 120 < scales["sodium"].low < 135 and 143 < scales["sodium"].high < 160
+    assert scales["income"].kind == "number" and not scales["income"].mark
+    assert scales["ward"].kind == "words" and len(scales["ward"].places) == 3
+    assert found.known.classes == ("alive", "died") and found.known.task == "classification"
+    data = encode(sheet, found.known)
+    assert data.x.shape[1] == found.known.width and np.abs(data.x).max() <= 1
+    assert not any(note.startswith("private:") for note in data.notes)
+
+
+def test_the_looks_cost_their_share_of_the_budget_and_not_more():
+    _, found, cost = looked(patients())
+    events = [paid.event for paid in found.paid]
+    assert len(events) == 2
+    whole = looks.calibrate(4.0, 1e-5).noise_multiplier
+    together = sum(event.noise.multiplier**-2 for event in events)
+    assert together <= cost.share * whole**-2
+    assert answer(events, 1e-5).verdict == "sound"
+
+
+def test_a_look_depends_on_seed_and_noised_counts_only():
+    table = patients()
+    _, first, _ = looked(table)
+    assert looked(table)[1] == first
+    assert looked(table, seed=1)[1] != first
+
+
+def test_constants_are_the_same_for_tables_whose_noised_counts_are_the_same():
+    """Rows in another order have the same counts: whatever else a look used would show."""
+    table = patients()
+    options = {"split": "part", "group": ""}
+    part = np.where(np.arange(len(table)) < 2500, "train", "test")
+    order = np.concatenate([np.random.default_rng(5).permutation(2500), np.arange(2500, len(table))])
+    turned = {name: cells[order] for name, cells in table.columns.items()}
+    one = from_columns({**table.columns, "part": part}, "t")
+    two = from_columns({**turned, "part": part}, "t")
+    del options["group"]
+    assert looked(one, **options)[1] == looked(two, **options)[1]
+
+
+def test_declared_columns_are_not_looked_at():
+    declared = {
+        "ranges": {"sodium": [120, 160], "income": [0, 100000]},
+        "categories": {"ward": ["ICU", "surgery", "medicine"]},
+        "classes": ["alive", "died"],
+    }
+    sheet = sheet_of(patients(), columns_of(declared, "outcome", None, "t"), 0)
+    assert looks.needs_look(sheet) == []
+    made = looks.constants(sheet, 1, None)
+    assert made.paid == () and made.known.width == 5
+
+
+def test_free_scaling_needs_a_declared_target():
+    sheet = sheet_of(patients(), columns_of({"scaling": "free"}, "outcome", None, "t"), 0)
+    with pytest.raises(UserError, match="must be declared"):
+        looks.constants(sheet, 1, None)
+
+
+def test_a_look_that_would_drown_is_refused_before_it_is_made():
+    with pytest.raises(UserError, match=r"drown.*--ranges.*--observer sum"):
+        looks.price(columns=40, rows=300, clients=20, observer="server", epsilon=0.5, delta=1e-5)
+
+
+def test_a_quantity_is_told_from_classes():
+    table = patients()
+    columns = {**table.columns, "outcome": np.random.default_rng(1).normal(50, 10, len(table))}
+    _, found, _ = looked(from_columns(columns, "t"))
+    assert found.known.task == "regression" and 0 < found.known.low < 50 < found.known.high < 110
+    with pytest.raises(UserError, match="--task regression"):
+        looked(from_columns(columns, "t"), task="classification")
+
+
+def test_what_was_found_survives_json():
+    _, found, _ = looked(patients())
+    assert looks.looked_from_json(json.loads(json.dumps(found.to_json()))) == found
+    with pytest.raises(UserError, match=r"table\.json"):
+        looks.looked_from_json({"known": {}})
+
+
+def test_rows_of_rare_labels_count_as_the_usual_class():
+    table = patients()
+    labels = np.where(np.arange(len(table)) == 7, "only-one", table.columns["outcome"])
+    _, found, _ = looked(from_columns({**table.columns, "outcome": labels}, "t"))
+    assert "only-one" not in found.known.classes
+    sheet, _, _ = looked(table)
+    assert set(np.unique(encode(sheet, dataclasses.replace(found.known)).y)) <= {0, 1}
