@@ -9,6 +9,7 @@ PROMISE: dict[str, str] = {
     "data": "no",
     "target": "no",
     "text": "no",
+    "table": "yes: undeclared columns are looked at under noise, which the same budget pays for",
     "features": "no: each example alone, from public values. It changes the model's size, see `model`",
     "validation": "yes: these rows are public and not protected",
     "limit": "yes: sizes decide the sampling rates",

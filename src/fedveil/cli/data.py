@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     group.command("list")(list_datasets)
     group.command("get")(get_dataset)
     group.command("show")(show_dataset)
+    group.command("check")(check_table)
     app.add_typer(group, name="data")
 
 
@@ -171,6 +172,70 @@ def show_dataset(
             print("\n".join(f"{'note':<16}{note}" for note in value))
         else:
             print(f"{key:<16}{value}")
+
+
+def check_table(
+    file: str = typer.Argument(..., metavar="FILE", help="A .csv, .csv.gz or .parquet file."),
+    target: str | None = typer.Option(None, help="The column to predict."),
+    group: str | None = typer.Option(None, help="The column that names the site of each row."),
+    drop: list[str] = typer.Option([], help="Columns to leave out: a,b (repeatable)."),
+    epsilon: float = typer.Option(2.0, help="The budget of the run that is written."),
+    observer: str = typer.Option("sum", help="sum or server, as in `fedveil fit`."),
+    task: str | None = typer.Option(None, help="classification or regression."),
+    write: Path | None = typer.Option(None, help="Write a .toml for `fedveil fit` and `fedveil run` (needs --target)."),
+    as_json: bool = _JSON,
+) -> None:
+    """Look at a table before training: what each column holds, and what is private about using it.
+
+    What is seen is exact and private: for the owner's eyes. The file that --write makes holds none of it.
+
+    Example:  fedveil data check patients.csv --target outcome --group hospital --write patients.toml
+    """
+    from fedveil.data.columns import check_names, columns_of
+    from fedveil.data.describe import describe
+    from fedveil.data.frames import Table, read
+
+    table = read(file)
+    if not isinstance(table, Table):
+        raise UserError(f"{file}: holds images or arrays, which need no check; `fedveil fit {file} --epsilon 4` takes them.")
+    options = {"group": group, "task": task, "drop": [name for word in drop for name in word.split(",") if name]}
+    options = {key: value for key, value in options.items() if value}
+    columns = columns_of(options, target, None, file) if target else None
+    if columns is not None:
+        check_names(table, columns)
+    if write is not None and (columns is None or write.suffix != ".toml"):
+        raise UserError(f"--write {write}: the name must end in .toml, and --target must say which column to predict.")
+    found = describe(table, columns)
+    if write is not None:
+        _write_plan(write, file, str(target), options, epsilon, observer, found)
+    if as_json:
+        facts = {"file": file, "rows": len(table), "columns": found, "written": str(write) if write else None}
+        print(json.dumps(facts, indent=2))
+        return
+    print(f"{file}: {len(table):,} rows, {len(found)} columns. What is seen here is exact and private: keep it on this screen.")
+    for row in found:
+        print(f"\n{row['column']}  ({row['role']})\n  seen:     {row['seen']}\n  privacy:  {row['private']}")
+        if row["suggestion"]:
+            print(f"  suggest:  {row['suggestion']}")
+    if write is not None:
+        print(f"\nWritten to {write}: fedveil fit {write} --epsilon {epsilon:g}, or fedveil run {write}")
+    elif columns is None:
+        print("\nNext: add --target COLUMN (and --group COLUMN), then --write plan.toml.")
+
+
+def _write_plan(
+    path: Path, file: str, target: str, options: dict[str, Any], epsilon: float, observer: str, found: list[dict[str, Any]]
+) -> None:
+    """The planned run as a .toml; suggestions, which were read off the rows, only as comments without values."""
+    from fedveil.federation.fit import as_toml, choose
+
+    chosen = choose(file, epsilon=epsilon, target=target, observer=observer, table=options)
+    likely = [row["column"] for row in found if row["suggestion"].startswith("drop")]
+    hints = [f"# {json.dumps(name)} looks useless or like an identifier: add it to drop if the schema says so" for name in likely]
+    try:
+        path.write_text(as_toml(chosen, hints), "utf-8")
+    except OSError as wrong:
+        raise UserError(f"--write {path}: cannot be written: {wrong.strerror}.") from None
 
 
 def _setting(text: str) -> tuple[str, Any]:

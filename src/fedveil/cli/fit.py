@@ -111,7 +111,8 @@ def _file(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if "dataset" not in values or not isinstance(table, dict):
         raise UserError(f"{source}: names no dataset; `fedveil data check FILE --write {source}` writes one that does.")
     recipe = values.get("recipe", "sum-cdp")
-    return {**values, "view": "sum" if recipe == "sum-cdp" else "server"}, dict(table)
+    planned = {key: value for key, value in table.items() if key != "share"}  # another budget, another share
+    return {**values, "view": "sum" if recipe == "sum-cdp" else "server"}, planned
 
 
 def _declared(

@@ -10,8 +10,9 @@ the rows is read by a noised look that the run's ledger pays for (`federation.lo
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,24 @@ def control_score(dataset: Dataset) -> float:
     x, x_test = (a.reshape(len(a), -1) for a in (dataset.x, dataset.x_test))
     model = Ridge(1e-3) if dataset.classes is None else LogisticRegression(C=1e3, max_iter=300)
     return float(model.fit(x, dataset.y).score(x_test, dataset.y_test))
+
+
+def as_toml(chosen: Chosen, hints: Sequence[str] = ()) -> str:
+    """The run as a configuration file, its reasons as comments; `hints` stand above the columns."""
+    kept = {key: value for key, value in chosen.config.model_dump().items() if value != RunConfig.model_fields[key].get_default(
+        call_default_factory=True)}  # fmt: skip
+    kept["table"] = {"ranges": {}, "categories": {}, **kept.get("table", {})}
+    lines = [f"# {what}: {why}" for what, why in chosen.lines]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in kept.items() if not isinstance(value, dict)]
+    for key, values in kept.items():
+        if isinstance(values, dict):
+            lines += ["", f"[{key}]", *(hints if key == "table" else ())]
+            lines += [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in values.items() if not isinstance(v, dict)]
+            for name, inner in ((k, v) for k, v in values.items() if isinstance(v, dict)):
+                example = {"ranges": "# age = [0, 110]", "categories": '# sex = ["F", "M"]'}.get(name, "")
+                lines += [f"[{key}.{name}]", *([example] if example else [])]
+                lines += [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in inner.items()]
+    return "\n".join(lines) + "\n"
 
 
 def carry_out(

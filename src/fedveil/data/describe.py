@@ -1,0 +1,86 @@
+"""What a table's owner sees in each column, and what is private about using it. For the owner's eyes only.
+
+Nothing here goes into a run: a run takes what is declared, or pays for a noised look of its own (`federation.look`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedveil.data.columns import Columns
+from fedveil.data.frames import Table, numbers, words
+
+PAY = "range and gaps would be private: declare them (--ranges), or the run pays for a noised look"
+SAY = "which words occur would be private: declare them (--categories), or the run pays for a noised look"
+
+
+def describe(table: Table, columns: Columns | None) -> list[dict[str, Any]]:
+    """One dictionary per column: name, role, what is seen (private), what that means for privacy, a suggestion or ""."""
+    return [_one(name, cells, _role(name, columns), columns, len(table)) for name, cells in table.columns.items()]
+
+
+def _role(name: str, columns: Columns | None) -> str:
+    if columns is None:
+        return "column"
+    special = {columns.target: "target", columns.group: "group", columns.split: "split", columns.text: "text"}
+    return "dropped" if name in columns.drop else special.get(name, "feature" if not columns.text else "not used")
+
+
+def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows: int) -> dict[str, Any]:
+    said, values = words(cells), numbers(cells)
+    present = said != ""
+    different = len(np.unique(said[present]))
+    numeric = bool(present.any()) and not np.isnan(values[present]).any()
+    seen = _seen(said, values, present, different, numeric)
+    suggestion = ""
+    if role in ("feature", "column"):
+        suggestion = _suggestion(present, different, numeric, rows, np.isnan(values[present]).mean() if present.any() else 0.0)
+    return {
+        "column": name, "role": role, "kind": "numbers" if numeric else "words" if present.any() else "empty", "seen": seen,
+        "missing": int(rows - present.sum()), "private": _private(name, role, columns, numeric), "suggestion": suggestion,
+    }  # fmt: skip
+
+
+def _seen(said: np.ndarray, values: np.ndarray, present: np.ndarray, different: int, numeric: bool) -> str:
+    if not present.any():
+        return "no value at all"
+    gaps = f", {int((~present).sum())} missing" if not present.all() else ""
+    if numeric:
+        return f"numbers {values[present].min():.4g} to {values[present].max():.4g}, {different} different{gaps}"
+    some = ", ".join(map(str, np.unique(said[present])[:4]))
+    return f"{different} different words ({some}{', …' if different > 4 else ''}){gaps}"
+
+
+def _suggestion(present: np.ndarray, different: int, numeric: bool, rows: int, odd: float) -> str:
+    if not present.any():
+        return "drop: it is empty"
+    if different == 1:
+        return "drop: every row has the same value"
+    if different > 0.9 * rows and not numeric:
+        return "drop: nearly every row has a word of its own, as identifiers do (or name it as text)"
+    if not numeric and 0 < odd < 0.1:
+        return f"check: {odd:.1%} of the cells are no numbers; they would count as missing"
+    if not present.all() and present.mean() < 0.5:
+        return "check: more than half of the cells are missing"
+    return ""
+
+
+def _private(name: str, role: str, columns: Columns | None, numeric: bool) -> str:
+    if role == "dropped" or role == "not used":
+        return "not used"
+    if role == "group":
+        return "names and sizes of the sites count as public"
+    if role == "split":
+        return "which rows are for testing counts as public; test rows are not protected"
+    if role == "text":
+        return "each text alone becomes numbers by public rules: nothing is read off the rows"
+    if columns is not None and (name in columns.ranges or name in columns.categories):
+        return "declared: nothing is looked at"
+    if role == "target":
+        known = columns is not None and columns.target_known
+        return "declared: nothing is looked at" if known else (
+            "its values would be private: declare them (--classes, or --ranges for a quantity), or the run pays for a noised look"
+        )
+    return PAY if numeric else SAY
