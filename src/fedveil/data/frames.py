@@ -238,4 +238,4 @@ def _folder(path: Path) -> Dataset:
         if label not in labels:
             raise UserError(f"{path / folder} holds no picture (.png, .jpg, .bmp, .gif, .webp).")
     x = np.moveaxis(np.stack(pixels), -1, 1)
-    return from_arrays(path.name, x, np.array(labels), where=str(path), class_names=tuple(classes))
+    return from_arrays(path.name, x, np.array(labels), where=str(path), classes=len(classes), class_names=tuple(classes))
