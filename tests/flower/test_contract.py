@@ -25,6 +25,8 @@ from fedveil.cli import build
 from fedveil.errors import UserError
 from fedveil.federation.checks import architecture_digest
 from fedveil.federation.config import RunConfig, make_config
+from fedveil.federation.loop import prepare
+from fedveil.federation.round import moment_of, noised_of, plan_of, start
 from fedveil.flower import books, contract, identity, limits, node, owndata, wire
 from fedveil.flower.contract import Allowed, Bounds, Checks, Contract, Data, Model, Refused, recipe_digest
 from fedveil.flower.owner import Owner, contract_of
@@ -747,3 +749,15 @@ def test_a_run_that_is_remembered_wrongly_is_counted_from_the_agreed_first_model
     (kept,) = (owner.home / "models").glob("*.npz")
     kept.write_bytes(b"no model")
     assert ask(owner, config, round=1)[0]["status"] == "ok"
+
+
+@pytest.mark.parametrize("recipe", ["fed-cdp-example", "fed-cdp-sound", "fed-cdp-mean"])
+def test_noise_does_not_vanish_with_the_examples_when_training_fails(recipe):
+    """False-alarm rate below 1e-9 at a fixed seed: the deviation of thousands of values, within 10%."""
+    prepared = prepare(make_config({"recipe": recipe, "dataset": "digits", "clients": 4, "local_steps": 2, "batch_size": 8}))
+    state = start(prepared.task, prepared.initial)
+    now = moment_of(prepared.task, state)
+    size = prepared.partition.size(0)
+    plan, steps = plan_of(prepared.task, now, 0, size), noised_of(prepared.task, now, 0, size)
+    expected = plan.learning_rate / plan.expected_batch * sum(one.deviation**2 for one in steps) ** 0.5
+    assert node.noise_alone(prepared, state, now, 0).update.std() == pytest.approx(expected, rel=0.1)

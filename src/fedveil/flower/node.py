@@ -390,6 +390,8 @@ def noise_alone(prepared: Any, state: State, now: Any, client: int) -> Upload:
     result = LocalResult(zero, np.array([True]), none, figures, figures, none, none, none)
     if recipe.place.in_steps:
         work = replace(work_of(task, state, now, client), rows=np.full((task.setting.steps, 1), -1, np.int32))
+        # Where every contribution carries noise of its own, that of as many as are planned for: not of none.
+        plan = replace(plan, noised=tuple(replace(one, at_count=0.0) for one in plan.noised))
         trained = pool.train(task.module, state.weights, task.x, task.y, [work], plan)
         if bool(trained.finite[0]):
             result = replace(trained, examples=none, unclipped=none)
