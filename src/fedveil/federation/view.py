@@ -11,11 +11,13 @@ Taps, by the papers' leakage types:
 LDP-FL's upload is one of two values per weight; it is shown as the change of the weights that it reports. Where
 parameters are shuffled the server gets no client's upload, only how many ones each weight has: then the mean over the
 round's clients is shown. Where the sum is opened under masks the server gets a masked upload (type0): its words, as
-multiples of the grid.
+multiples of the grid. Where a trusted party opens only the sum (where = sum), type0 is this client's part with the sum's
+noise: what is left to a server that knows all other parts. `view_sum` is the opened sum of several clients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,12 +100,51 @@ def view(task: Task, state: State, tap: str, client: int, rows: np.ndarray | Non
         if task.secure is not None:
             (noised,) = noised_of(task, now, -1, task.setting.examples)
             update, scale = sums.masked_upload(task, now, noised, state.weights, client, update)
+        elif recipe.place.sum_only:
+            update, scale = _with_the_sums_noise(task, now, update)
     if tap == "type0-sanitised" and isinstance(recipe.place, AtServer) and task.secure is None:
         alone = replace(task.setting, cohort=1.0)  # the server's own noise on this one upload
         (noised,) = noised_of(replace(task, setting=alone), now, client, len(own))
         update = noised.add(update, derive(task.root, "server-noise", now.number)[:16]).astype(np.float32)
         scale = noised.deviation
     return Seen(tap, update[None, :], plan, now, scale)  # type: ignore[arg-type]
+
+
+def _with_the_sums_noise(task: Task, now: Moment, total: np.ndarray) -> tuple[np.ndarray, float]:
+    """A total with the noise that is added once, where the sum is opened, and that noise's deviation."""
+    (noised,) = noised_of(task, now, -1, task.setting.examples)
+    key = derive(task.root, "server-noise", now.number)[:16]
+    return noised.add(total, key).astype(np.float32), noised.scale
+
+
+def view_sum(
+    task: Task, state: State, rows: Mapping[int, np.ndarray], sent: Mapping[int, np.ndarray] = {}
+) -> np.ndarray | None:
+    """The sum that is opened when each client takes one step on its `rows`; all other clients add nothing.
+
+    sent: weights that a malicious server sent to single clients instead of the state's. None: nothing is opened, because
+    masks of nodes that were sent different models do not cancel out (the model is part of what nodes agree on)."""
+    now = moment_of(task, state)
+    updates: dict[int, np.ndarray] = {}
+    for client, chosen in rows.items():
+        weights = sent.get(client, state.weights)
+        plan = plan_of(task, now, client, len(np.asarray(task.rows(client))))
+        if plan.steps != 1:
+            raise UserError("given rows make one batch: this needs local_steps = 1")
+        work = replace(work_of(task, state, now, client), rows=np.asarray(chosen, np.int32)[None, :])
+        result = reference_train(task.module, weights, task.x, task.y, [work], plan)
+        updates[client] = sanitise_update(task, now, result.delta[0], client, weights)
+    total = np.sum([u.astype(np.float64) for u in updates.values()], axis=0)
+    if task.secure is not None:
+        if any(not np.array_equal(w, state.weights) for w in sent.values()):
+            return None
+        nothing = np.zeros(task.layout.size)
+        (noised,) = noised_of(task, now, -1, task.setting.examples)
+        everybody = {c: updates.get(c, nothing) for c in range(task.setting.clients)}
+        return sums.opened(task, now, noised, state.weights, everybody)[0]
+    if task.recipe.place.open_uploads and not isinstance(task.recipe.place, AtServer):
+        return total
+    return _with_the_sums_noise(task, now, total)[0].astype(np.float64)
 
 
 def _others(task: Task, state: State, now: Moment, client: int) -> dict[int, np.ndarray]:

@@ -124,3 +124,25 @@ def test_a_trap_that_looks_active_to_random_inputs_passes_its_structure_but_not_
     assert first_model(sent, plain.initial)
     own = view(task, start(task, plain.initial), "type0", 0).values[0]
     assert change(plain.initial, sent, Limits().own_factor * float(np.linalg.norm(own)))
+
+
+MASKS = {
+    "secure_sum": True, "sum_threshold": 4, "sum_colluders": 1, "clients": 4, "local_steps": 1, "sigma": 1.0, "batch_size": 1000,
+}  # fmt: skip
+
+
+def test_a_sum_under_masks_gives_an_imprint_nothing_and_isolating_one_client_opens_no_sum():
+    """Candidates from noise alone hit a control image now and then: what counts is that no more images of the batch are hit."""
+    staged = attack.stage("sum-cdp", "digits", bins=64, batch=32, clients=4, changes=MASKS)
+    hidden = attack.steal(staged, "imprint", batch=32, clients=4)
+    assert hidden.candidates > 0 and hidden.share <= hidden.control + 0.05 and hidden.refused == ""
+    alone = attack.steal(staged, "isolate", batch=32, clients=4)
+    assert alone.found == 0 and alone.candidates == 0 and "masks" in alone.refused
+
+
+def test_where_only_the_sum_is_opened_its_noise_is_in_what_a_server_gets():
+    open_sum = {k: v for k, v in MASKS.items() if not k.startswith("su") and k != "secure_sum"}
+    staged = attack.stage("sum-cdp", "digits", bins=64, batch=32, clients=4, changes=open_sum)
+    assert attack.steal(staged, "imprint", batch=32).share < 0.05
+    seen = view(staged.task, start(staged.task, staged.initial), "type0", 0)
+    assert seen.noise_scale > 0

@@ -20,8 +20,7 @@ from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, start
-from fedveil.federation.view import view
-from fedveil.protect.place import AtServer
+from fedveil.federation.view import view_sum
 
 Kind = Literal["imprint", "trap", "isolate"]
 KINDS: tuple[Kind, ...] = ("imprint", "trap", "isolate")
@@ -43,6 +42,7 @@ class Stolen:
     candidates: int
     seat: str
     epsilon: float | None = None
+    refused: str = ""  # why the server got nothing at all
 
 
 def stage(
@@ -74,16 +74,17 @@ def steal(prepared: Prepared, kind: Kind, *, clients: int = 1, batch: int = 64, 
     picked = [
         rng.choice(np.asarray(prepared.partition.rows(c)), batch, replace=False) for c in range(clients)
     ]
-    total = np.zeros(task.layout.size)
-    for client, rows in enumerate(picked):
-        got = models.dead(sent, task.layout) if kind == "isolate" and client else sent
-        total += _seen(prepared, got, client, rows)
+    others = range(1, clients) if kind == "isolate" else ()
+    total = _seen(
+        prepared, sent, dict(enumerate(picked)), {c: models.dead(sent, task.layout) for c in others}
+    )
     victims = np.concatenate(picked if kind != "isolate" else picked[:1])
     read = models.read_units if kind == "trap" else models.read_imprint
-    candidates = _clamped(read(total, task.layout), dataset.pixel_range)
+    found_rows = np.zeros((0, len(task.x[0].reshape(-1)))) if total is None else read(total, task.layout)
+    candidates = _clamped(found_rows, dataset.pixel_range)
     truth = task.x[victims].reshape(len(victims), -1)
-    others = np.setdiff1d(np.arange(len(task.x)), np.concatenate(picked))
-    strangers = task.x[rng.choice(others, len(victims), replace=False)].reshape(len(victims), -1)
+    outside = np.setdiff1d(np.arange(len(task.x)), np.concatenate(picked))
+    strangers = task.x[rng.choice(outside, len(victims), replace=False)].reshape(len(victims), -1)
     span = 1.0 if not dataset.pixel_range else dataset.pixel_range[1] - dataset.pixel_range[0]
     found = int((nearest(candidates, truth) < STRICT_MSE * span**2).sum())
     false = float((nearest(candidates, strangers) < STRICT_MSE * span**2).mean())
@@ -92,13 +93,16 @@ def steal(prepared: Prepared, kind: Kind, *, clients: int = 1, batch: int = 64, 
         kind, task.recipe.name, dataset.name, clients, len(victims), found, found / len(victims),
         exact_interval(found, len(victims)), false, len(candidates),
         "whoever sees the sum" if clients > 1 else "participants" if raw else "the server",
+        refused="" if total is not None else "nodes that were sent different models: their masks do not cancel out, no sum",
     )  # fmt: skip
 
 
-def _seen(prepared: Prepared, weights: np.ndarray, client: int, rows: np.ndarray) -> np.ndarray:
+def _seen(
+    prepared: Prepared, weights: np.ndarray, rows: dict[int, np.ndarray], dead: dict[int, np.ndarray]
+) -> np.ndarray | None:
+    """The sum of the clients' uploads as it is opened (of one client with its own noise: its upload)."""
     state: State = replace(start(prepared.task, prepared.initial), weights=weights)
-    tap = "type0-sanitised" if isinstance(prepared.task.recipe.place, AtServer) else "type0"
-    return view(prepared.task, state, tap, client, rows=rows).values[0].astype(np.float64)
+    return view_sum(prepared.task, state, rows, dead)
 
 
 def _clamped(candidates: np.ndarray, pixel_range: tuple[float, float] | None) -> np.ndarray:
