@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -16,18 +18,22 @@ from fedveil.attacks.audit import canaries, lowbits
 from fedveil.attacks.audit import plan as planning
 from fedveil.attacks.audit.coalition import audit_coalition
 from fedveil.attacks.audit.final import audit_final
+from fedveil.attacks.exact import linear, spear
 from fedveil.attacks.leakage import measure
 from fedveil.attacks.malicious import attack as malicious
+from fedveil.attacks.malicious.models import Dense, dense_layers
+from fedveil.attacks.metrics import STRICT_MSE
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, model_weights, moment_of, start
+from fedveil.federation.view import view
 from fedveil.jsons import plain
 from fedveil.protect.law import Gaussian
-from fedveil.protect.place import Reports
+from fedveil.protect.place import AtServer, Reports
 
-KINDS = ("gradient", "malicious", "membership", "attribute", "decoder")
+KINDS = ("gradient", "malicious", "exact", "membership", "attribute", "decoder")
 BITS_SHARE = 0.2  # of an audit's level goes to low bits
 
 
@@ -301,15 +307,8 @@ def attack_malicious(
         raise UserError(
             "malicious models are tried on classification with records to spare and additive noise."
         )
-    protect = {**config.protect, "sigma": float(moment_of(prepared.task, initial(prepared)).sigmas[0])}
-    if config.recipe == "non-private":
-        protect = dict(config.protect)
-    values = {
-        "model": "papers-mlp", "model_options": {"hidden": [bins]}, "local_steps": 1, "batch_size": float(batch),
-        "learning_rate": 1.0, "calibrate": False, "target_epsilon": None, "client_epsilons": None, "protect": protect,
-        "engine": "auto", "server_momentum": 0.0, "momentum": 0.0, "learning_rate_end": None,
-    }  # fmt: skip
-    staged = prepare(config.model_copy(update=values))
+    net = {"model": "papers-mlp", "model_options": {"hidden": [bins]}}
+    staged = prepare(config.model_copy(update={**_one_step(prepared, batch), **net}))
     rows = [
         asdict(malicious.steal(staged, kind, clients=count, batch=batch, seed=seed))
         for kind in kinds
@@ -322,6 +321,61 @@ def attack_malicious(
     }
     return {"kind": "malicious", "method": best["kind"], "images": bool(prepared.dataset.pixel_range), "share": best["share"],
             "share_interval": best["interval"], "control": best["control"], "batch": batch, "attacks": rows, **words}  # fmt: skip
+
+
+def _one_step(prepared: Prepared, batch: int) -> dict[str, Any]:
+    """Changes of a configuration: the same recipe and noise, but one plain step on `batch` records of each client."""
+    config = prepared.config
+    protect = dict(config.protect)
+    if config.recipe != "non-private":
+        protect["sigma"] = float(moment_of(prepared.task, initial(prepared)).sigmas[0])
+    return {
+        "local_steps": 1, "batch_size": float(batch), "learning_rate": 1.0, "calibrate": False, "target_epsilon": None,
+        "client_epsilons": None, "protect": protect, "engine": "auto", "server_momentum": 0.0, "momentum": 0.0,
+        "learning_rate_end": None,
+    }  # fmt: skip
+
+
+def attack_exact(prepared: Prepared, *, batches: int = 8, seed: int = 0) -> dict[str, Any]:
+    """Solve for the records behind one step of the run's own model, as the server gets it, with the run's noise.
+
+    A net that begins with a dense layer and ReLU: batches of 4 by `exact.spear`. One dense layer alone: one record,
+    as a quotient."""
+    layers = dense_layers(prepared.task.layout)
+    if not layers or layers[0].weight.start != 0 or isinstance(prepared.task.recipe.place, Reports):
+        raise UserError(
+            "exact inversion needs a model that begins with a dense layer with bias, and additive noise."
+        )
+    batch = 1 if len(layers) == 1 else 4
+    staged = prepare(prepared.config.model_copy(update=_one_step(prepared, batch)))
+    task, rng = staged.task, np.random.default_rng(seed)
+    tap = "type0-sanitised" if isinstance(task.recipe.place, AtServer) else "type0"
+    span = 1.0 if not prepared.dataset.pixel_range else float(np.ptp(prepared.dataset.pixel_range))
+    hits = false = 0
+    for number in range(batches):
+        client = number % staged.partition.clients
+        rows = rng.choice(np.asarray(staged.partition.rows(client)), batch, replace=False)
+        seen = view(task, initial(staged), tap, client, rows=rows).values[0].astype(np.float64)
+        found = _solved(seen, layers[0], staged.initial, batch, seed + number)
+        strangers = rng.choice(np.setdiff1d(np.arange(len(task.x)), rows), batch, replace=False)
+        for picked, is_there in ((rows, True), (strangers, False)):
+            near = malicious.nearest(found, task.x[picked].reshape(batch, -1).astype(np.float64))
+            count = int((near < STRICT_MSE * span**2).sum())
+            hits, false = (hits + count, false) if is_there else (hits, false + count)
+    total = batches * batch
+    return {"kind": "exact", "method": "quotient" if batch == 1 else "spear", "images": bool(prepared.dataset.pixel_range),
+            "share": hits / total, "share_interval": membership.exact_interval(hits, total), "control": false / total,
+            "batch": batch, "batches": batches, "tap": tap}  # fmt: skip
+
+
+def _solved(seen: np.ndarray, first: Dense, initial: np.ndarray, batch: int, seed: int) -> np.ndarray:
+    """Candidates [n, d] for the records behind one update."""
+    weight, bias = -seen[first.weight].reshape(first.units, first.width), -seen[first.bias]
+    if batch == 1:
+        return linear.single(weight, bias)[None] if np.abs(bias).max() > 0 else np.zeros((0, first.width))
+    layer = initial[first.weight].reshape(first.units, first.width), initial[first.bias]
+    found = spear.invert(weight, bias, layer=layer, batch=batch, seed=seed, draws=5_000)
+    return found.inputs if found.complete else np.zeros((0, first.width))
 
 
 def final_weights(run: store.Run) -> np.ndarray:
@@ -343,6 +397,42 @@ def save(folder: Path, kind: str, figures: Any, settings: Mapping[str, Any] | No
     }
     store.write_json(history / f"{kind}-{made:%Y%m%dT%H%M%S%f}Z.json", plain({**entry, "result": figures}))
     return path
+
+
+def taps_of(prepared: Prepared) -> list[str]:
+    """Where gradients of a run can be read, from the inside out: one tap or two for every seat."""
+    last = ["type0-sanitised"] if isinstance(prepared.task.recipe.place, AtServer) else []
+    return ["type2", "type1", "type0", *last]
+
+
+def one_after_the_other(
+    folder: Path, attacks: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any], *, say: Callable[[str], None]
+) -> dict[str, Any]:  # fmt: skip
+    """All attacks, each written as soon as it is done; those that an interrupted call with the same settings has done are not
+    made again. What cannot be done on this run says why and does not stop the others."""
+    notes, mark = folder / "under-way.json", json.loads(json.dumps(plain(dict(settings))))
+    known = store.read_json(notes) if notes.exists() else {}
+    done: list[str] = known["done"] if isinstance(known, dict) and known.get("settings") == mark else []
+    results: dict[str, Any] = {}
+    for number, (name, attack) in enumerate(attacks.items(), 1):
+        head = f"[{number}/{len(attacks)}] {name}"
+        if name in done and (folder / f"{name}.json").exists():
+            results[name] = store.read_json(folder / f"{name}.json")
+            say(f"{head}: done before")
+            continue
+        say(f"{head} …")
+        began = time.monotonic()
+        try:
+            found = attack()
+        except UserError as wrong:
+            found = {"kind": name, "not_done": str(wrong)}
+        save(folder, name, found, settings)
+        results[name] = found
+        done = [*done, name]
+        store.write_json(notes, {"settings": mark, "done": done})
+        say(f"{head}: {time.monotonic() - began:.0f} s")
+    notes.unlink(missing_ok=True)
+    return results
 
 
 def summarise(path: Path) -> dict[str, Any]:

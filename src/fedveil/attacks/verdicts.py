@@ -95,6 +95,8 @@ def seat_of(result: Mapping[str, Any]) -> tuple[str, str] | None:
         return "public", "example"
     if kind == "malicious":
         return "server", "example"
+    if kind == "exact":
+        return TAPS.get(str(result.get("tap")), "server"), "example"
     observer = TAPS.get(str(result.get("tap")))
     return None if observer is None else (observer, "example")
 
@@ -115,7 +117,7 @@ def strength(result: Mapping[str, Any]) -> tuple[float, str]:
         ), f"ε of at least {lower:.3g} shown"
     if kind == "membership":
         return _membership(result)
-    if kind == "malicious":
+    if kind in ("malicious", "exact"):
         share, control = _number(result.get("share")) or 0.0, _number(result.get("control")) or 0.0
         low = (result.get("share_interval") or [0.0])[0]
         return (

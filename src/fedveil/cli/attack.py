@@ -11,7 +11,7 @@ import typer
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
 from fedveil.errors import UserError, did_you_mean
 
-KINDS = ("gradient", "malicious", "membership", "attribute", "decoder", "all")
+KINDS = ("gradient", "malicious", "exact", "membership", "attribute", "decoder", "all")
 RunArgument = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A finished run directory.")]
 
 
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 def attack(
     run: RunArgument = None,
     kind: Annotated[
-        str, typer.Option(help="gradient, malicious, membership, attribute, decoder or all.")
+        str, typer.Option(help="gradient, malicious, exact, membership, attribute, decoder or all.")
     ] = "gradient",
     leak: Annotated[
         str,
@@ -157,53 +157,59 @@ def _on_run(
 
     run = open_run(path)
     config = run.config if data is None else run.config.model_copy(update={"data": data})
-    results: dict[str, Any] = {}
-    wanted = campaign.KINDS if kind == "all" else (kind,)
-    for one in wanted:
-        try:
-            if one == "gradient":
-                numbers = [int(r) for r in rounds.split(",") if r.strip()] or [
-                    run.rounds()[-1] if run.rounds() else 0
-                ]
-                jobs = {
-                    f"{config.recipe}|round {n}": (
-                        config,
-                        campaign.initial if n == 0 else lambda _p, n=n: run.state(n),
-                    )
-                    for n in numbers
-                }
-                rows = campaign.attack_gradients(jobs, out=folder, **options)
-                found: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
-            else:
-                prepared, weights = prepare(config), campaign.final_weights(run)
-                if one == "membership":
-                    known = [n for n in run.rounds() if n > 0]
-                    steps = known[:: max(1, len(known) // 8)] if len(known) > 1 else []
-                    found = campaign.attack_membership(
-                        prepared, weights, shadows_count=shadows, pool_size=pool, seed=seed,
-                        path=np.stack([run.state(n).weights for n in steps]) if len(steps) > 1 else None,
-                    )  # fmt: skip
-                elif one == "malicious":
-                    found = campaign.attack_malicious(prepared, seed=seed)
-                elif one == "attribute":
-                    found = campaign.attack_attribute(prepared, weights, name=attribute, seed=seed)
-                else:
-                    found = campaign.attack_decoder(prepared, weights, victims=victims, seed=seed, out=folder)
-        except UserError as wrong:
-            if kind != "all":
-                raise
-            found = {"kind": one, "not_done": str(wrong)}
-        settings = {
-            "victims": victims,
-            "seed": seed,
-            "shadows": shadows,
-            "pool": pool,
-            "rounds": rounds,
-            **options,
+    numbers = [int(r) for r in rounds.split(",") if r.strip()] or [run.rounds()[-1] if run.rounds() else 0]
+
+    def gradients() -> Any:
+        jobs = {
+            f"{config.recipe}|round {n}": (
+                config,
+                campaign.initial if n == 0 else lambda _p, n=n: run.state(n),
+            )
+            for n in numbers
         }
-        campaign.save(folder, one, found, settings)
-        results[one] = found
-    return results
+        taps = campaign.taps_of(prepare(config)) if kind == "all" else [options["tap"]]
+        rows = [
+            row
+            for tap in taps
+            for row in campaign.attack_gradients(jobs, out=folder, **{**options, "tap": tap})
+        ]
+        return rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
+
+    def memberships() -> Any:
+        known = [n for n in run.rounds() if n > 0]
+        steps = known[:: max(1, len(known) // 8)] if len(known) > 1 else []
+        return campaign.attack_membership(
+            prepare(config), campaign.final_weights(run), shadows_count=shadows, pool_size=pool, seed=seed,
+            path=np.stack([run.state(n).weights for n in steps]) if len(steps) > 1 else None,
+        )  # fmt: skip
+
+    def on_model(attack_on: Any, **more: Any) -> Any:
+        return attack_on(prepare(config), campaign.final_weights(run), seed=seed, **more)
+
+    attacks: dict[str, Any] = {
+        "gradient": gradients,
+        "malicious": lambda: campaign.attack_malicious(prepare(config), seed=seed),
+        "exact": lambda: campaign.attack_exact(prepare(config), seed=seed),
+        "membership": memberships,
+        "attribute": lambda: on_model(campaign.attack_attribute, name=attribute),
+        "decoder": lambda: on_model(campaign.attack_decoder, victims=victims, out=folder),
+    }
+    settings = {
+        "victims": victims,
+        "seed": seed,
+        "shadows": shadows,
+        "pool": pool,
+        "rounds": rounds,
+        **options,
+    }
+    if kind != "all":
+        found = attacks[kind]()
+        campaign.save(folder, kind, found, settings)
+        return {kind: found}
+    attacks["audit"] = lambda: campaign.audit_run(path, seed=seed)[0]
+    return campaign.one_after_the_other(
+        folder, attacks, settings, say=lambda text: typer.echo(text, err=True)
+    )
 
 
 def audit(
@@ -217,7 +223,10 @@ def audit(
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Chooses canaries and their coins.")] = 0,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Only say how many canaries or rounds it takes to find a broken promise.")
+        bool,
+        typer.Option(
+            "--plan", help="Only say how many canaries or rounds it takes to find a broken promise."
+        ),
     ] = False,
     factor: Annotated[
         float, typer.Option(min=1.01, help="By how much a promise is broken that must be found (--plan).")
@@ -375,6 +384,12 @@ def _show(results: dict[str, Any]) -> None:
                 print(why)
         elif kind == "malicious":
             _show_malicious(found)
+        elif kind == "audit":
+            show_audit(found)
+        elif kind == "exact":
+            low, high = found["share_interval"]
+            print(f"exact inversion ({found['method']}, {found['batches']} batches of {found['batch']}): "
+                  f"{found['share']:.3f} [{low:.3f}, {high:.3f}] given back; control {found['control']:.3f}")  # fmt: skip
         elif kind == "attribute":
             print(
                 f"attribute '{found['attribute']}': accuracy {found['accuracy']:.3f}, F1 {found['f1']:.3f}; "

@@ -17,6 +17,7 @@ ATTACKS = {
     "membership": ("Was this record used?", "The attacker guesses for single records whether they were in the training data."),
     "attribute": ("Guessing a hidden attribute", "The attacker reads a property off the model that it was not trained for."),
     "malicious": ("A server that changes the model", "The attacker sends made-up models and reads records off the updates."),
+    "exact": ("Solving for the records", "The attacker solves equations that an update fulfils; noise leaves none."),
     "decoder": ("Rebuilding inputs from outputs", "A network learns to draw records from what the model answers."),
     "audit": ("Audit with canaries", "Planted records or clients are searched for; what is found bounds ε from below."),
 }  # fmt: skip
@@ -142,7 +143,7 @@ def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Where the attacker sat, and what that seat is promised: an attack elsewhere does not contradict a promise."""
     if kind in ("membership", "attribute", "decoder"):
         observer, saw = "public", "the final model"
-    elif kind == "malicious":
+    elif kind == "malicious":  # an exact attack names its tap
         observer, saw = "server", "uploads of a model that the server made up"
     elif tap in SEATS:
         observer, saw = SEATS[tap]

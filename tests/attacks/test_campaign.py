@@ -1,0 +1,70 @@
+"""All attacks one after the other: an interrupted campaign goes on where it stopped; exact inversion ends with noise."""
+
+import pytest
+import torch
+
+from fedveil.attacks import campaign
+from fedveil.errors import UserError
+from fedveil.federation.config import make_config
+from fedveil.federation.loop import prepare
+
+torch.set_num_threads(1)
+
+
+def prepared_of(recipe, model="logistic", **changes):
+    values = {"dataset": "digits", "recipe": recipe, "model": model, "clients": 4, "partition": "iid", "rounds": 2}
+    return prepare(make_config({**values, "local_steps": 1, "batch_size": 30}, changes))
+
+
+def test_an_interrupted_campaign_goes_on_where_it_stopped_and_a_finished_one_starts_anew(tmp_path):
+    made, said = [], []
+
+    def attack(name, stops=False):
+        def run():
+            made.append(name)
+            if stops and made.count(name) == 1:
+                raise KeyboardInterrupt
+            return {"kind": name, "value": len(made)}
+
+        return run
+
+    def hopeless():
+        raise UserError("this model has none.")
+
+    attacks = {"first": attack("first"), "not": hopeless, "second": attack("second", stops=True)}
+    with pytest.raises(KeyboardInterrupt):
+        campaign.one_after_the_other(tmp_path, attacks, {"seed": 0}, say=said.append)
+    again = campaign.one_after_the_other(tmp_path, attacks, {"seed": 0}, say=said.append)
+    assert made == ["first", "second", "second"] and "[1/3] first: done before" in said
+    assert again["first"]["value"] == 1 and again["not"]["not_done"] == "this model has none."
+    campaign.one_after_the_other(tmp_path, attacks, {"seed": 0}, say=said.append)
+    assert made.count("first") == 2
+
+
+def test_other_settings_do_not_take_over_what_was_done(tmp_path):
+    made = []
+
+    def run():
+        made.append(1)
+        return {"kind": "one"}
+
+    def stop():
+        raise KeyboardInterrupt
+
+    for seed in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            campaign.one_after_the_other(tmp_path, {"one": run, "two": stop}, {"seed": seed}, say=lambda _: None)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(("model", "method"), [("logistic", "quotient"), ("papers-mlp", "spear")])
+def test_exact_inversion_takes_everything_without_noise_and_nothing_with_it(model, method):
+    bare = campaign.attack_exact(prepared_of("non-private", model), batches=2)
+    noised = campaign.attack_exact(prepared_of("fed-cdp-sound", model, sigma=1.0), batches=2)
+    assert bare["method"] == method and bare["share"] >= 0.5 and bare["control"] == 0
+    assert noised["share"] == 0
+
+
+def test_a_model_without_a_dense_first_layer_is_not_solved():
+    with pytest.raises(UserError, match="dense layer"):
+        campaign.attack_exact(prepared_of("non-private", "cpl-lenet"))
