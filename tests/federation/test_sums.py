@@ -96,3 +96,18 @@ def test_the_server_of_a_run_under_masks_sees_words_that_say_nothing_about_the_u
     assert abs(np.corrcoef(seen, update)[0, 1]) < 5 / np.sqrt(update.size)
     plain = replace(prepared.task, secure=None)
     assert np.corrcoef(view(plain, state, "type0", 2).values[0], update)[0, 1] > 0.99
+
+
+def test_the_promise_is_about_the_grid_that_is_played():
+    """With many examples words have no room for the recipe's grid: the coarser one is played, and counted."""
+    prepared = loop.prepare(_config(dataset="digits"))
+    task = prepared.task
+    now = moment_of(task, start(task, prepared.initial))
+    (shared,) = noised_of(task, now, -1, task.setting.examples)
+    played = sums.parameters_of(task, shared, bytes(32))
+    assert played.grid > shared.grid
+    ((_, said),) = loop.release_of(prepared, now, np.arange(1)).groups
+    (claim,) = [c for c in said if (c.observer, c.unit, c.verdict) == ("server", "example", "sound")]
+    (own,) = task.recipe.place.noised(task.recipe, task.setting, now, prepared.partition.size(0))
+    assert claim.event.noise.multiplier == noise.multiplier(replace(played, bound=own.bound))
+    assert f"grid of {played.grid:g}" in claim.reason
