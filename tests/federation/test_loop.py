@@ -357,3 +357,15 @@ def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch
     now = moment_of(prepared.task, start(prepared.task, prepared.initial))
     said = [c for _, claims in release_of(prepared, now, np.arange(2)).groups for c in claims if c.event is not None]
     assert said and all(c.verdict == "nominal" for c in said)
+
+
+def test_a_cohort_that_the_promise_keeps_secret_is_in_no_public_file(tmp_path):
+    """Two seeds draw other cohorts; what the public files say about who took part is the same."""
+    said = []
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        run(load_config("dp-fedavg", [*SMALL, "clients=12", "cohort_size=4", f"seed={seed}"]), folder)
+        assert not {"clients", "uploads", "arrived", "bytes_up"} & {key for line in open_run(folder).metrics for key in line}
+        records = [json.loads(line)["record"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+        said.append([record["groups"] for record in records if record["kind"] == "release"])
+    assert said[0] == said[1]

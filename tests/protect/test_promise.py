@@ -216,3 +216,15 @@ def test_a_partition_charges_every_pass_that_holds_a_step_of_that_noise():
     found = pick(claims(recipe, SETTING, now, 170), "server", "example", "sound")
     uses = {round(c.event.noise.multiplier, 2): c.event.steps for c in found}
     assert uses[1.0] == 2  # 34 steps make a pass: steps 20 to 52 lie in two of them
+
+
+def test_a_participant_knows_its_own_coin_and_colluders_theirs():
+    """Two clients, one drawn each round: whoever was not drawn knows that the other one was."""
+    for clients, drawn, colluders, rate in ((2, 1, 1, 1.0), (10, 3, 1, 3 / 9), (10, 3, 7, 1.0)):
+        setting = replace(SETTING, clients=clients, cohort=drawn, colluders=colluders)
+        recipe = with_changes(get("dp-fedavg"), {"cohort": "fixed"})
+        said = claims(recipe, setting, moment(steps=1), 500)
+        (public,) = {c.event.sampling for c in said if (c.observer, c.unit, c.verdict) == ("public", "client", "sound")}
+        (mine,) = {c.event.sampling for c in said if (c.observer, c.unit, c.verdict) == ("participants", "client", "sound")}
+        found = [1.0 if s.kind == "none" else s.batch / s.population if s.kind == "fixed" else s.rate for s in (public, mine)]
+        assert found == pytest.approx([drawn / clients, rate])
