@@ -312,3 +312,13 @@ def test_claims_carry_the_samplers_errors_and_the_chance_of_a_sparse_graph():
     one = noise.claims(sparse)[0].event
     exact_law = replace(one, noise=replace(one.noise, ratio=0.0, tail=0.0))
     assert answer([one], 1e-9).epsilon > answer([exact_law], 1e-9).epsilon * 1.0001
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf, 1e300])
+def test_values_far_out_or_not_finite_become_zero_as_a_whole_and_others_the_nearest_steps(broken):
+    p = Parameters(MODEL, 40_000, 2.0**-10, 1.0, 4.0, 5, 4, 1)
+    values = np.random.default_rng(1).normal(size=p.size).astype(np.float32)
+    assert np.array_equal(noise.on_grid(p, values), np.rint(values.astype(np.float64) / p.grid).astype(np.int64))
+    wide = values.astype(np.float64)
+    wide[-1] = broken
+    assert not noise.on_grid(p, wide).any()

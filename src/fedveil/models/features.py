@@ -222,7 +222,7 @@ def compute(x: np.ndarray, front: FrontEnd) -> np.ndarray:
     if front.kind == "tokens":
         return tokens(decode(x), int(front.length) or 64).astype(np.float32)
     if front.kind == "unit":
-        flat = np.asarray(x, np.float32).reshape(len(x), -1)
+        flat = np.asarray(x, np.float32).reshape(len(x), math.prod(x.shape[1:]))  # also of no rows
         kept = flat[:, _columns(front.columns, flat.shape[1])]
         wide = torch.as_tensor(_between(kept, front))
         added = torch.full((len(wide), 1), front.constant)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 SEED = 32
-_CHUNK = 1 << 17  # bytes per pass: a mask is made and added while it is in the cache
+_CHUNK = 1 << 18  # bytes per pass: a mask is made and added while it is in the cache
 _ZEROS = bytes(_CHUNK)
 
 

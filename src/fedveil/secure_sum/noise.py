@@ -21,6 +21,7 @@ from fedveil.secure_sum import graph
 from fedveil.secure_sum.parameters import Parameters
 
 LARGEST_EXTRA = 1e-8
+_PIECE = 1 << 14  # values that are rounded at a time
 
 
 def share_deviation(parameters: Parameters) -> float:
@@ -40,10 +41,15 @@ def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
     sqrt(size). The replacement by zeros is no part of that: clipped sums are finite, and it must stay so that no single
     record decides whether a node's training fails (engines give a broken example the contribution zero).
     """
-    values = np.asarray(values, np.float64)
-    if not np.all(np.abs(values) < 2.0**62 * parameters.grid):
-        return np.zeros(values.shape, np.int64)
-    return noise.snap(values, parameters.grid)
+    values = np.asarray(values)
+    units, far = np.zeros(values.shape, np.int64), 2.0**62 * parameters.grid
+    flat, out = values.reshape(-1), units.reshape(-1)
+    for start in range(0, flat.size, _PIECE):  # pieces stay in the cache
+        piece = flat[start : start + _PIECE].astype(np.float64)
+        if not (piece.max() < far and piece.min() > -far):  # also false for NaN
+            return np.zeros(values.shape, np.int64)
+        out[start : start + _PIECE] = noise.snap(piece, parameters.grid)
+    return units
 
 
 def multiplier(parameters: Parameters, shares: int | None = None) -> float:

@@ -414,7 +414,7 @@ def upload(party: Party, vector: np.ndarray) -> Move:
         raise UserError("secure sum: a vector is masked once, after the shares of the others arrived")
     if vector.shape != (parameters.size,) or not np.issubdtype(vector.dtype, np.integer):
         raise UserError(f"secure sum: expected {parameters.size} integers, not {vector.dtype} {vector.shape}")
-    words = vector.astype(np.int64).view("<u8").astype(f"<u{parameters.word // 8}")
+    words = vector.astype(np.int64, copy=False).view("<u8").astype(f"<u{parameters.word // 8}")
     secret = secrets_of(party)
     masks.add(words, own_seed(party.context, me, secret.seed), 1)
     private = masks.private_key(secret.mask)
