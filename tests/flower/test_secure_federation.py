@@ -157,7 +157,7 @@ def check_trouble(folder: Path) -> list[list[int]]:
     survivors = [line["survivors"] for line in lines]
     lost = [{client: stage for stage, gone in line["lost"].items() for client in gone} for line in lines]
     assert 2 in lost[0] and 5 in lost[1] and lost[0][2] != lost[1][5]
-    assert all(2 not in members for members in survivors[1:]) and 5 not in survivors[2]
+    assert 2 not in survivors[1]
     assert all(len(members) >= 6 for members in survivors)
     return survivors
 
@@ -165,7 +165,7 @@ def check_trouble(folder: Path) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adult-headline-b", "mnist-headline-b"])
 def test_eight_nodes_two_of_them_lost_train_the_simulators_model_bit_for_bit(name: str, tmp_path: Path, home: Path) -> None:
-    config = headline(name, 3)
+    config = headline(name, 2)
     raw = data_of(config)
     folder = play(home, tmp_path, config, seeded=True, deadline=240.0)
     survivors = check_trouble(folder)
@@ -179,7 +179,7 @@ def test_with_real_noise_the_ledger_is_sound_for_the_server_and_accuracy_that_of
     name: str, tmp_path: Path, home: Path
 ) -> None:
     """Accuracy within 10 deviations of five simulations (or 0.01): a false alarm in fewer than 1 of 1,000 runs."""
-    config = headline(name, 3)
+    config = headline(name, 2)
     raw = data_of(config)
     folder = play(home, tmp_path, config, seeded=False, deadline=240.0)
     survivors = check_trouble(folder)
@@ -191,7 +191,7 @@ def test_with_real_noise_the_ledger_is_sound_for_the_server_and_accuracy_that_of
     assert "the server with up to 1 nodes" in rows["server", "example"]["reason"]
     for client in range(8):
         own = ledger_of(home / f"nodes/{client}")
-        assert sum(client in members for members in survivors) <= own.participations()[0] <= 3
+        assert sum(client in members for members in survivors) <= own.participations()[0] <= 2
     simulations = [simulated(config, raw, seed, survivors)[1] for seed in range(1, 6)]
     print(json.dumps({"deployed": result["test_accuracy"], "simulated": simulations}))
     room = max(0.01, 10 * float(np.std(simulations, ddof=1)))
