@@ -92,7 +92,7 @@ def notebook(path: Path) -> str:
             continue
         parts.append(f"```python\n{text}\n```")
         parts += [_output(one) for one in cell.get("outputs", [])]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts).replace("\n```\n\n```text\n", "\n") + "\n"  # what was printed in pieces is one block
 
 
 def _output(output: Any) -> str:
