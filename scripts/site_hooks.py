@@ -91,8 +91,11 @@ def notebook(path: Path) -> str:
             parts.append(text)
             continue
         parts.append(f"```python\n{text}\n```")
-        parts += [_output(one) for one in cell.get("outputs", [])]
-    return "\n\n".join(parts).replace("\n```\n\n```text\n", "\n") + "\n"  # what was printed in pieces is one block
+        outputs = cell.get("outputs", [])
+        printed = "".join("".join(one["text"]) for one in outputs if one["output_type"] == "stream")
+        parts += [_output({"text": printed})] if printed else []  # in pieces or not: one block
+        parts += [_output(one) for one in outputs if one["output_type"] != "stream"]
+    return "\n\n".join(parts) + "\n"
 
 
 def _output(output: Any) -> str:
