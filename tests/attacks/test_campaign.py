@@ -12,7 +12,14 @@ torch.set_num_threads(1)
 
 
 def prepared_of(recipe, model="logistic", **changes):
-    values = {"dataset": "digits", "recipe": recipe, "model": model, "clients": 4, "partition": "iid", "rounds": 2}
+    values = {
+        "dataset": "digits",
+        "recipe": recipe,
+        "model": model,
+        "clients": 4,
+        "partition": "iid",
+        "rounds": 2,
+    }
     return prepare(make_config({**values, "local_steps": 1, "batch_size": 30}, changes))
 
 
@@ -53,7 +60,9 @@ def test_other_settings_do_not_take_over_what_was_done(tmp_path):
 
     for seed in (0, 1):
         with pytest.raises(KeyboardInterrupt):
-            campaign.one_after_the_other(tmp_path, {"one": run, "two": stop}, {"seed": seed}, say=lambda _: None)
+            campaign.one_after_the_other(
+                tmp_path, {"one": run, "two": stop}, {"seed": seed}, say=lambda _: None
+            )
     assert len(made) == 2
 
 
@@ -68,3 +77,16 @@ def test_exact_inversion_takes_everything_without_noise_and_nothing_with_it(mode
 def test_a_model_without_a_dense_first_layer_is_not_solved():
     with pytest.raises(UserError, match="dense layer"):
         campaign.attack_exact(prepared_of("non-private", "cpl-lenet"))
+
+
+def test_every_tap_is_attacked_also_with_fewer_clients_than_victims():
+    prepared = prepared_of("non-private")
+    rows = campaign.attack_every_tap(
+        {"run": (prepared.config, campaign.initial)},
+        prepared,
+        out=None,
+        victims=6,
+        method="idlg",
+        iterations=3,
+    )
+    assert [(row["tap"], row["victims"]) for row in rows] == [("type2", 6), ("type1", 4), ("type0", 4)]

@@ -405,6 +405,24 @@ def taps_of(prepared: Prepared) -> list[str]:
     return ["type2", "type1", "type0", *last]
 
 
+def attack_every_tap(
+    jobs: Mapping[str, tuple[RunConfig, Callable[[Prepared], State]]], prepared: Prepared, *, out: Path | None, victims: int,
+    **options: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Gradients at every tap; updates of as many clients as there are. A tap that cannot be attacked does not stop the others."""
+    rows: list[dict[str, Any]] = []
+    wrong: UserError | None = None
+    for tap in taps_of(prepared):
+        most = victims if tap == "type2" else min(victims, prepared.partition.clients)
+        try:
+            rows += attack_gradients(jobs, out=out, **{**options, "tap": tap, "victims": most})
+        except UserError as why:
+            wrong = why
+    if not rows and wrong is not None:
+        raise wrong
+    return rows
+
+
 def one_after_the_other(
     folder: Path, attacks: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any], *, say: Callable[[str], None]
 ) -> dict[str, Any]:  # fmt: skip

@@ -167,12 +167,10 @@ def _on_run(
             )
             for n in numbers
         }
-        taps = campaign.taps_of(prepare(config)) if kind == "all" else [options["tap"]]
-        rows = [
-            row
-            for tap in taps
-            for row in campaign.attack_gradients(jobs, out=folder, **{**options, "tap": tap})
-        ]
+        if kind == "all":
+            rows = campaign.attack_every_tap(jobs, prepare(config), out=folder, **options)
+        else:
+            rows = campaign.attack_gradients(jobs, out=folder, **options)
         return rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
 
     def memberships() -> Any:
