@@ -328,3 +328,10 @@ def test_standard_features_of_unknown_images_use_the_range_alone_and_given_numbe
 def test_standard_features_refuse_what_is_no_scale(text):
     with pytest.raises(UserError):
         apply(_pictures_of("somebody's", 3), text)
+
+
+def test_no_rows_have_no_features_of_the_same_width():
+    """A server without training rows and a node without test rows compute these."""
+    front = parse("unit:constant=1")
+    assert compute(np.zeros((0, 7), np.float32), front).shape == (0, 8)
+    assert compute(np.zeros((3, 7), np.float32), front).shape == (3, 8)

@@ -186,7 +186,9 @@ def collect(session: Session, ask: Ask, deadline: float, on_stage: OnStage | Non
     """
     server = coordinator.begin(session)
     outgoing: dict[int, bytes] = dict.fromkeys(server.expected, b"")
-    size, reasons, lost = 0, [], {}
+    size = 0
+    reasons: list[str] = []
+    lost: dict[str, tuple[int, ...]] = {}
     while server.result is None:
         stage, until = server.stage, time.monotonic() + deadline
         if on_stage:

@@ -88,6 +88,8 @@ def play_sum(
     reasons: list[str] = []
     size = number = 0
     lost: dict[str, list[int]] = {}
+    following: State = replace(state, round=state.round + 1)
+    facts: dict[str, Any] = {"skipped": True, "survivors": []}
     for number in range(1, attempts + 1):
         if number > 1 and loop.affordable(prepared, ledger, now, clients)[1]:
             reasons.append("no budget is left for another attempt")
@@ -105,7 +107,6 @@ def play_sum(
             facts["survivors"] = [node - 1 for node in found.result.survivors]
             break
         reasons.append(f"no sum: {found.result.reason} ({found.result.stage})")
-        following, facts = replace(state, round=state.round + 1), {"skipped": True, "survivors": []}
     facts |= {
         "clients": len(clients),
         "arrived": len(facts["survivors"]),
@@ -152,7 +153,9 @@ def over_flower(
     largest = parameters.size * parameters.word // 8 + _BESIDE + 400 * parameters.nodes
 
     def ask(wanted: Mapping[int, bytes], seconds: float) -> Iterator[tuple[int, bytes]]:
-        online, sent, nonces = link.online(), {}, {}
+        online = link.online()
+        sent: dict[int, tuple[int, str, wire.Facts, wire.Arrays]] = {}
+        nonces: dict[int, str] = {}
         for number, data in wanted.items():
             client = number - 1
             if link.nodes[client] not in online:
