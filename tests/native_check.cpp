@@ -81,12 +81,12 @@ int main() {
     // Convolution with padding, ReLU, pool, two dense layers; clipping, grid noise, one example that is NaN.
     Net net{};
     net.count = 6, net.units = 3, net.outputs = 3, net.inputs = 64, net.params = 383;
-    net.layers[0] = {CONV, 0, 1, 8, 8, 4, 8, 8, 3, 3, 1, 1, 1, 1, 1, 0, 0, 36};
-    net.layers[1] = {RELU, -1, 4, 8, 8, 4, 8, 8, 1, 1, 1, 1, 0, 0, 1, 0, -1, -1};
-    net.layers[2] = {MAXPOOL, -1, 4, 8, 8, 4, 4, 4, 2, 2, 2, 2, 0, 0, 1, 0, -1, -1};
-    net.layers[3] = {FLATTEN, -1, 4, 4, 4, 64, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0, -1, -1};
-    net.layers[4] = {LINEAR, 1, 64, 1, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 40, 360};
-    net.layers[5] = {LINEAR, 2, 5, 1, 1, 3, 1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 365, 380};
+    net.layers[0] = {CONV, 0, 1, 8, 8, 4, 8, 8, 3, 3, 1, 1, 1, 1, 1, -1, -1, 0, 0, 36};
+    net.layers[1] = {RELU, -1, 4, 8, 8, 4, 8, 8, 1, 1, 1, 1, 0, 0, 1, 0, -1, 0, -1, -1};
+    net.layers[2] = {MAXPOOL, -1, 4, 8, 8, 4, 4, 4, 2, 2, 2, 2, 0, 0, 1, 1, -1, 0, -1, -1};
+    net.layers[3] = {FLATTEN, -1, 4, 4, 4, 64, 1, 1, 1, 1, 1, 1, 0, 0, 1, 2, -1, 0, -1, -1};
+    net.layers[4] = {LINEAR, 1, 64, 1, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 1, 3, -1, 0, 40, 360};
+    net.layers[5] = {LINEAR, 2, 5, 1, 1, 3, 1, 1, 1, 1, 1, 1, 0, 0, 1, 4, -1, 0, 365, 380};
     net.unit_begin[0] = 0, net.unit_begin[1] = 40, net.unit_begin[2] = 365, net.unit_begin[3] = 383;
     std::vector<float> x(20 * 64), start(383), delta(383);
     fill_noise(kernels, cipher, {&schedule, 5, 0, NORMAL}, nullptr, 0, 20 * 64, x.data());

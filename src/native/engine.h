@@ -6,9 +6,9 @@
 
 namespace fedveil {
 
-constexpr int kMaxLayers = 64;
+constexpr int kMaxLayers = 128;
 
-enum Kind : int32_t { LINEAR, CONV, RELU, TANH, SIGMOID, MAXPOOL, AVGPOOL, FLATTEN, GROUPNORM };
+enum Kind : int32_t { LINEAR, CONV, RELU, TANH, SIGMOID, MAXPOOL, AVGPOOL, FLATTEN, GROUPNORM, SILU, HARDSWISH, ADDITION, DEPTHWISE };
 enum Clip : int32_t { CLIP_NONE, CLIP_LAYER, CLIP_FLAT };
 enum NoiseLaw : int32_t { NO_NOISE, GAUSSIAN_LAW, LAPLACE_LAW, STAIRCASE_LAW, JOINT_LAW };
 
@@ -19,6 +19,7 @@ struct Layer {
     int32_t oc, oh, ow;      // output
     int32_t kh, kw, sh, sw, ph, pw;
     int32_t groups;
+    int32_t from, also;      // the layers it takes, -1: the example (also: only ADDITION, which adds two images)
     float eps;
     int64_t weight, bias;    // offsets in the flat vector, -1: none
 };

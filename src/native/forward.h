@@ -62,11 +62,12 @@ STAGE void load_example(Run& run, const float* x, int e) {
     }
 }
 
-STAGE void conv_forward(Run& run, Op& op, int e) {
+STAGE void conv_forward(Run& run, Op& op, int e, int count) {
     const Layer& l = *op.layer;
     const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
     float* y = out.x + e * out.size + out.origin();
     Product p;
+    p.copies = count, p.a_step = op.patch ? int64_t(op.positions) * op.kp : in.size, p.c_step = out.size;
     p.a = op.patch ? op.patches + int64_t(e) * op.positions * op.kp : in.x + e * in.size;
     p.ra = op.base;
     p.ta = op.off;
@@ -170,14 +171,54 @@ void group_norm_forward(Run& run, Op& op, int e) {
         }
     }
     each_pixel(in, x, out, y, [&](const float* a, float* b, int j) {
-        store(b, (load(a) - load(mean + j)) * load(rate + j) * load(op.w + j) + load(op.w + op.ocp + j));
+        const V v = (load(a) - load(mean + j)) * load(rate + j) * load(op.w + j) + load(op.w + op.ocp + j);
+        store(b, op.relu ? relu(v) : v);
     });
+}
+
+// y = a + b, with the ReLU behind it.
+void add_forward(const Run& run, const Op& op, int e) {
+    const Tensor &a = run.tensor[op.in], &b = run.tensor[op.also], &out = run.tensor[op.out];
+    const float *pa = a.x + e * a.size, *pb = b.x + e * b.size;
+    float* y = out.x + e * out.size;
+    each_pixel(a, pa, out, y, [](const float* from, float* to, int) { store(to, load(from)); });
+    each_pixel(b, pb, out, y, [&](const float* from, float* to, int) {
+        const V v = load(to) + load(from);
+        store(to, op.relu ? relu(v) : v);
+    });
+}
+
+// A kernel of its own for every channel.
+STAGE void depthwise_forward(const Run& run, const Op& op, int e) {
+    const Layer& l = *op.layer;
+    const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
+    const float* x = in.x + e * in.size + (int64_t(in.ph - l.ph) * in.wp + in.pw - l.pw) * in.cp;
+    float* y = out.x + e * out.size + out.origin();
+    for (int r = 0; r < l.oh; ++r)
+        for (int c = 0; c < l.ow; ++c)
+            for (int j = 0; j < in.cp; j += L) {
+                const float* corner = x + (int64_t(r) * l.sh * in.wp + c * l.sw) * in.cp + j;
+                V s = load(op.bias + j);
+                for (int a = 0, t = 0; a < l.kh; ++a)
+                    for (int b = 0; b < l.kw; ++b, ++t)
+                        s += load(corner + (int64_t(a) * in.wp + b) * in.cp) * load(op.w + int64_t(t) * in.cp + j);
+                store(y + (int64_t(r) * out.wp + c) * out.cp + j, s);
+            }
+}
+
+inline V hard_swish(V x) {
+    const V gate = x + 3.0f;
+    return x * (gate < 0.0f ? V{} : gate > 6.0f ? splat(6.0f) : gate) / 6.0f;
 }
 
 void activate(const Tensor& in, const float* x, const Tensor& out, float* y, int kind) {
     each_pixel(in, x, out, y, [&](const float* a, float* b, int) {
         const V v = load(a);
-        store(b, kind == RELU ? relu(v) : kind == TANH ? tanh_of(v) : sigmoid(v));
+        store(b, kind == RELU        ? relu(v)
+                 : kind == TANH      ? tanh_of(v)
+                 : kind == SILU      ? v * sigmoid(v)
+                 : kind == HARDSWISH ? hard_swish(v)
+                                     : sigmoid(v));
     });
     if (in.flat) {
         finish_pads(out, y);
@@ -205,24 +246,35 @@ STAGE void flatten(const Tensor& image, float* x, const Tensor& flat, float* y, 
     finish_pads(flat, y);
 }
 
-STAGE void forward(Run& run, const float* const* rows, int n) {
-    const Layer& first = run.net->layers[0];
-    for (int e = 0; e < n; ++e) {
-        load_example(run, rows[e], e);
-        for (int i = 0; i < run.tail; ++i) {
-            Op& op = run.op[i];
-            const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
-            float* x = in.x ? in.x + e * in.size : nullptr;
-            float* y = out.x + e * out.size;
-            switch (op.kind) {
-                case CONV: conv_forward(run, op, e); break;
-                case MAXPOOL: max_pool_forward(run, op, e); break;
-                case AVGPOOL: avg_pool(run, op, x, y, true); break;
-                case FLATTEN: flatten(in, x, out, y, true, rows[e] + int64_t(first.c) * first.h * first.w); break;
-                case GROUPNORM: group_norm_forward(run, op, e); break;
-                default: activate(in, x, out, y, op.kind);
-            }
+// One layer for `count` examples. `rows` are those of the group.
+void image_forward(Run& run, Op& op, const float* const* rows, int first, int count) {
+    const Layer& begin = run.net->layers[0];
+    const Tensor &in = run.tensor[op.in], &out = run.tensor[op.out];
+    if (op.kind == CONV && !op.pool) {
+        conv_forward(run, op, first, count);
+        return;
+    }
+    for (int e = first; e < first + count; ++e) {
+        float* x = in.x ? in.x + e * in.size : nullptr;
+        float* y = out.x + e * out.size;
+        switch (op.kind) {
+            case CONV: conv_forward(run, op, e, 1); break;
+            case MAXPOOL: max_pool_forward(run, op, e); break;
+            case AVGPOOL: avg_pool(run, op, x, y, true); break;
+            case FLATTEN: flatten(in, x, out, y, true, rows[e] + int64_t(begin.c) * begin.h * begin.w); break;
+            case GROUPNORM: group_norm_forward(run, op, e); break;
+            case ADDITION: add_forward(run, op, e); break;
+            case DEPTHWISE: depthwise_forward(run, op, e); break;
+            default: activate(in, x, out, y, op.kind);
         }
+    }
+}
+
+STAGE void forward(Run& run, const float* const* rows, int n) {
+    const int now = run.together ? n : 1;
+    for (int first = 0; first < n; first += now) {
+        for (int e = first; e < first + now; ++e) load_example(run, rows[e], e);
+        for (int i = 0; i < run.tail; ++i) image_forward(run, run.op[i], rows, first, now);
     }
     for (int i = run.tail; i < run.ops; ++i) {
         Op& op = run.op[i];

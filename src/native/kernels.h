@@ -14,6 +14,7 @@ constexpr int kWide = 3;
 constexpr int kRows[5] = {0, 8, 6, 4, 0};  // 16 registers
 #endif
 constexpr int kPanel = 6144;  // floats of B that stay in the level-1 cache while all rows pass
+constexpr int kPackFrom = 16;  // rows and terms from which it pays to copy them side by side first
 
 enum Store { SET, ADD, SET_RELU, ADD_RELU };
 
@@ -33,9 +34,13 @@ struct Product {
     const float* bias;  // or null
     Store mode;
     double* wide = nullptr;  // or where to put the products in double precision (SET or ADD) instead of c
+    double scale = 1;              // of what is put there
+    const float* panel = nullptr;  // the present columns of B, side by side
+    int copies = 1;                // the same product for so many A, which lie a_step apart, into C c_step apart
+    int64_t a_step = 0, c_step = 0;
 };
 
-template <int MR, int NR>
+template <int MR, int NR, bool PACKED>
 void tile(const Product& p, int row, int column) {
     V acc[MR][NR];
     const float* a[MR];
@@ -45,11 +50,11 @@ void tile(const Product& p, int row, int column) {
 #pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) acc[r][j] = p.bias ? load(p.bias + (column + j) * L) : V{};
     }
-    const float* b = p.b + column * L;
+    const float* b = PACKED ? p.panel : p.b + column * L;
     const int32_t *ta = p.ta, *tb = p.tb;
     for (int t = 0; t < p.terms; ++t) {
         const int64_t at = ta[t];
-        const float* bt = b + tb[t];
+        const float* bt = b + (PACKED ? t * (NR * L) : tb[t]);
         V bv[NR];
 #pragma GCC unroll 4
         for (int j = 0; j < NR; ++j) bv[j] = load(bt + j * L);
@@ -68,7 +73,7 @@ void tile(const Product& p, int row, int column) {
             for (int j = 0; j < NR; ++j)
                 for (int half = 0; half < 2; ++half) {
                     D* to = reinterpret_cast<D*>(c + j * L + half * H);
-                    *to = p.mode == ADD ? *to + widen(acc[r][j], half) : widen(acc[r][j], half);
+                    *to = (p.mode == ADD ? *to : D{}) + p.scale * widen(acc[r][j], half);
                 }
             continue;
         }
@@ -83,21 +88,27 @@ void tile(const Product& p, int row, int column) {
 }
 
 using Tile = void (*)(const Product&, int, int);
-constexpr Tile kTiles[4][8] = {
-    {tile<1, 1>, tile<2, 1>, tile<3, 1>, tile<4, 1>, tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>},
+#define FV_TILES(P) \
+    {{tile<1, 1, P>, tile<2, 1, P>, tile<3, 1, P>, tile<4, 1, P>, tile<5, 1, P>, tile<6, 1, P>, tile<7, 1, P>, tile<8, 1, P>}, FV_WIDE_TILES(P)}
 #if defined(__AVX512F__) || defined(__aarch64__)
-    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>, tile<7, 2>, tile<8, 2>},
-    {tile<1, 3>, tile<2, 3>, tile<3, 3>, tile<4, 3>, tile<5, 3>, tile<6, 3>, tile<7, 3>, tile<8, 3>},
-    {tile<1, 4>, tile<2, 4>, tile<3, 4>, tile<4, 4>, tile<5, 4>, tile<6, 4>},
+#define FV_WIDE_TILES(P) \
+    {tile<1, 2, P>, tile<2, 2, P>, tile<3, 2, P>, tile<4, 2, P>, tile<5, 2, P>, tile<6, 2, P>, tile<7, 2, P>, tile<8, 2, P>}, \
+    {tile<1, 3, P>, tile<2, 3, P>, tile<3, 3, P>, tile<4, 3, P>, tile<5, 3, P>, tile<6, 3, P>, tile<7, 3, P>, tile<8, 3, P>}, \
+    {tile<1, 4, P>, tile<2, 4, P>, tile<3, 4, P>, tile<4, 4, P>, tile<5, 4, P>, tile<6, 4, P>}
 #else
-    {tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>, tile<5, 2>, tile<6, 2>},
-    {tile<1, 3>, tile<2, 3>, tile<3, 3>, tile<4, 3>},
+#define FV_WIDE_TILES(P) \
+    {tile<1, 2, P>, tile<2, 2, P>, tile<3, 2, P>, tile<4, 2, P>, tile<5, 2, P>, tile<6, 2, P>}, \
+    {tile<1, 3, P>, tile<2, 3, P>, tile<3, 3, P>, tile<4, 3, P>}
 #endif
-};
+constexpr Tile kTiles[2][4][8] = {FV_TILES(false), FV_TILES(true)};
+#undef FV_TILES
+#undef FV_WIDE_TILES
 
 // The whole product: rows split evenly over tiles, terms cut so that a panel of B stays in the cache. (The few terms of
 // a product into doubles are never cut.)
 void product(const Product& whole, int rows, int vectors) {
+    alignas(64) float panel[kPanel];
+    const bool packed = rows * whole.copies >= kPackFrom && whole.terms >= kPackFrom;
     for (int column = 0; column < vectors;) {
         const int left = vectors - column;
         const int nr = left <= kWide ? left : left == kWide + 1 ? kWide - 1 : kWide;
@@ -113,11 +124,17 @@ void product(const Product& whole, int rows, int vectors) {
             if (!first) p.bias = nullptr;
             if (whole.mode == SET_RELU) p.mode = last ? (first ? SET_RELU : ADD_RELU) : first ? SET : ADD;
             else if (!first) p.mode = ADD;
-            for (int i = 0, row = 0; i < tiles; ++i) {
-                const int mr = (rows - row + tiles - i - 1) / (tiles - i);
-                kTiles[nr - 1][mr - 1](p, row, column);
-                row += mr;
+            if (packed) {
+                p.panel = panel;
+                for (int t = 0; t < p.terms; ++t)
+                    for (int j = 0; j < nr; ++j) store(panel + (t * nr + j) * L, load(p.b + p.tb[t] + (column + j) * L));
             }
+            for (int copy = 0; copy < whole.copies; ++copy, p.a += whole.a_step, p.c += whole.c_step)
+                for (int i = 0, row = 0; i < tiles; ++i) {
+                    const int mr = (rows - row + tiles - i - 1) / (tiles - i);
+                    kTiles[packed][nr - 1][mr - 1](p, row, column);
+                    row += mr;
+                }
         }
         column += nr;
     }
@@ -146,6 +163,36 @@ inline void transpose(V* v) {
     exchange<4>(v);
     exchange<2>(v);
     exchange<1>(v);
+}
+#elif defined(__AVX2__)
+inline void transpose(V* v) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps(__m256(v[i]), __m256(v[i + 1]));
+        a[i + 1] = _mm256_unpackhi_ps(__m256(v[i]), __m256(v[i + 1]));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        v[i] = V(_mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+        v[i + 4] = V(_mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    }
+}
+#else
+inline void transpose(V* v) {
+    for (int i = 0; i < L; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float t = v[i][j];
+            v[i][j] = v[j][i];
+            v[j][i] = t;
+        }
 }
 #endif
 

@@ -8,12 +8,17 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "engine.h"
 #include "exact.h"
@@ -173,15 +178,15 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::c
 using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using DoubleMatrix = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr int kFields = 17;
+constexpr int kFields = 19;
 
 Net read_net(const Longs& layers, const Floats& eps, const Longs& unit_begin, int64_t inputs, int64_t outputs) {
     if (layers.ndim() != 2 || layers.shape(1) != kFields || layers.shape(0) < 1 || layers.shape(0) > size_t(kMaxLayers))
-        throw std::invalid_argument("layers must be [1 … 64, 17]");
+        throw std::invalid_argument("layers must be [1 … 128, 19]");
     Net net{};
     net.count = int32_t(layers.shape(0));
     net.units = int32_t(unit_begin.size()) - 1;
-    if (net.units < 1 || net.units > kMaxLayers) throw std::invalid_argument("1 … 64 layers with parameters");
+    if (net.units < 1 || net.units > kMaxLayers) throw std::invalid_argument("1 … 128 layers with parameters");
     for (int u = 0; u <= net.units; ++u) net.unit_begin[u] = unit_begin.data()[u];
     net.params = net.unit_begin[net.units];
     net.inputs = inputs;
@@ -189,14 +194,53 @@ Net read_net(const Longs& layers, const Floats& eps, const Longs& unit_begin, in
     for (int i = 0; i < net.count; ++i) {
         const int64_t* f = layers.data() + i * kFields;
         Layer& l = net.layers[i];
-        int32_t* fields[] = {&l.kind, &l.unit, &l.c, &l.h, &l.w, &l.oc, &l.oh, &l.ow, &l.kh, &l.kw, &l.sh, &l.sw, &l.ph, &l.pw, &l.groups};
-        for (int j = 0; j < 15; ++j) *fields[j] = int32_t(f[j]);
-        l.weight = f[15], l.bias = f[16], l.eps = eps.data()[i];
+        int32_t* fields[] = {&l.kind, &l.unit, &l.c, &l.h, &l.w, &l.oc, &l.oh, &l.ow, &l.kh, &l.kw, &l.sh, &l.sw, &l.ph, &l.pw, &l.groups, &l.from, &l.also};
+        for (int j = 0; j < 17; ++j) *fields[j] = int32_t(f[j]);
+        l.weight = f[17], l.bias = f[18], l.eps = eps.data()[i];
+        if (l.from < -1 || l.from >= i || l.also < -1 || l.also >= i) throw std::invalid_argument("a layer takes one that comes later");
         const int64_t image = int64_t(net.layers[0].c) * net.layers[0].h * net.layers[0].w;
         if (l.kind == FLATTEN && int64_t(l.oc) != int64_t(l.c) * l.h * l.w + inputs - image)
             throw std::invalid_argument("a Flatten layer does not fit the model's input");
     }
     return net;
+}
+
+// A workspace. Large ones are kept for the next call: the system needs longer to clear their pages than a small net needs to
+// train.
+struct Room {
+    std::unique_ptr<char, void (*)(void*)> at{nullptr, std::free};
+    size_t size = 0;
+};
+constexpr size_t kLargeRoom = size_t(1) << 24, kMostRooms = 2;
+std::mutex spare_mutex;
+std::vector<Room> spare_rooms;
+
+Room take_room(size_t bytes) {
+    {
+        const std::lock_guard<std::mutex> lock(spare_mutex);
+        for (size_t i = 0; i < spare_rooms.size(); ++i)
+            if (spare_rooms[i].size >= bytes) {
+                Room room = std::move(spare_rooms[i]);
+                spare_rooms.erase(spare_rooms.begin() + std::ptrdiff_t(i));
+                return room;
+            }
+        spare_rooms.clear();  // all too small
+    }
+    const size_t page = bytes >= kLargeRoom ? size_t(1) << 21 : 64;
+    Room room;
+    room.size = (bytes + page - 1) / page * page;
+    room.at.reset(static_cast<char*>(std::aligned_alloc(page, room.size)));
+    if (!room.at) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (page > 64) madvise(room.at.get(), room.size, MADV_HUGEPAGE);
+#endif
+    return room;
+}
+
+void keep_rooms(std::vector<Room>& rooms) {
+    const std::lock_guard<std::mutex> lock(spare_mutex);
+    for (Room& room : rooms)
+        if (room.size >= kLargeRoom && spare_rooms.size() < kMostRooms) spare_rooms.push_back(std::move(room));
 }
 
 const float* vector_or_null(nb::handle value, int64_t size, std::vector<nb::object>& keep) {
@@ -303,12 +347,8 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     int64_t bytes = 64;
     for (const Client& client : work) bytes = std::max(bytes, choice.engine->workspace(net, plan, client));
     const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
-    std::vector<std::unique_ptr<char, void (*)(void*)>> space;
-    for (int i = 0; i < workers; ++i) {
-        char* p = static_cast<char*>(std::aligned_alloc(64, size_t((bytes + 63) / 64 * 64)));
-        if (!p) throw std::bad_alloc();
-        space.emplace_back(p, std::free);
-    }
+    std::vector<Room> space;
+    for (int i = 0; i < workers; ++i) space.push_back(take_room(size_t(bytes)));
     nb::gil_scoped_release release;
     std::atomic<int64_t> next{0};
     auto worker = [&](char* workspace) {
@@ -324,15 +364,16 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
         }
     };
     std::vector<std::thread> pool;
-    for (int i = 1; i < workers; ++i) pool.emplace_back(worker, space[size_t(i)].get());
-    worker(space[0].get());
+    for (int i = 1; i < workers; ++i) pool.emplace_back(worker, space[size_t(i)].at.get());
+    worker(space[0].at.get());
     for (std::thread& thread : pool) thread.join();
+    keep_rooms(space);
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 4;  // of this interface; protect.noise checks it
+    m.attr("VERSION") = 5;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("exact_gaussian", &exact_gaussians, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("deviation"),
           nb::arg("example") = 0, nb::arg("isa") = "auto");

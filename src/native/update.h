@@ -209,7 +209,13 @@ STAGE float update_op(Run& run, const Op& op, float coefficient, const float* z)
         return total(bad);
     }
     int64_t at = op.at;
-    if (op.kind == CONV) {
+    if (op.kind == DEPTHWISE) {
+        memset(run.row_noise, 0, size_t(op.ocp) * 4);
+        for (int t = 0; t < l.kh * l.kw; ++t, at += op.ocp) {
+            gather(run.row_noise, z + t, l.c, l.kh * l.kw);
+            step(at, op.ocp);
+        }
+    } else if (op.kind == CONV) {
         const int taps = l.kh * l.kw, cp = run.tensor[op.in].cp;
         memset(run.row_noise, 0, size_t(op.kp) * 4);
         for (int o = 0; o < l.oc; ++o, z += l.c * taps, at += op.kp) {

@@ -1,13 +1,14 @@
-"""A module that is a chain of layers, whatever class it is written as.
+"""A module as the steps of its forward pass, whatever class it is written as.
 
-`nn.Sequential` shows its layers; for any other class the forward pass is traced (torch.fx), and if every step feeds only the
-next one, the module is that chain: it then trains in the same engine, at the same speed, as the Sequential of its layers.
+The forward pass is traced (torch.fx) into layers that take each other's outputs. If every step feeds only the next one, the
+module is a chain: it then trains in the same engine, at the same speed, as the `nn.Sequential` of its layers.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,44 +22,79 @@ _PLAIN: dict[Any, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+
+
+class Add(nn.Module):
+    """Two values added, as a residual connection does."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer (functions have no name) and the steps whose outputs it takes; -1 is the example."""
+
+    name: str
+    layer: nn.Module
+    takes: tuple[int, ...]
+
+
+def is_chain(steps: list[Step]) -> bool:
+    """Whether every step takes the one before it, and nothing else."""
+    return all(step.takes == (at - 1,) for at, step in enumerate(steps))
+
+
 def traced(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The layers in order with their names (functions have none), or None if the module is no such chain."""
+    """The layers in order with their names, or None if the module is no chain."""
+    found = steps(module)
+    return [(step.name, step.layer) for step in found] if found and is_chain(found) else None
+
+
+def steps(module: nn.Module) -> list[Step] | None:
+    """The forward pass as steps, the last of which is the output; None if it does anything else than call layers."""
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules()):
         return None
     try:
         graph = fx.Tracer().trace(module)
-    except Exception:  # whatever the author's code raises on a stand-in: it is not a chain that can be read
+    except Exception:  # whatever the author's code raises on a stand-in: it cannot be read
         return None
-    layers: list[tuple[str, nn.Module]] = []
-    before: fx.Node | None = None
-    values: set[fx.Node] = set()  # x as it was after each step: all have the same number of rows
+    out: list[Step] = []
+    at: dict[fx.Node, int] = {}  # values that have a row for every example, and the step that made them
     sizes: set[fx.Node] = set()  # x.shape, x.size(0): only used to say how many rows there are
     for node in graph.nodes:
         if node.op == "placeholder":
-            if before is not None:
+            if at:
                 return None
-            before = node
-            values.add(node)
+            at[node] = -1
             continue
-        if _is_size(node, values, sizes):
+        if _is_size(node, at, sizes):
             sizes.add(node)
             continue
         if node.op == "output":
-            return layers if node.args[0] is before and layers else None
-        if not node.args or node.args[0] is not before:
-            return None
-        if any(other is not node and other not in sizes and not _is_size(other, values, sizes) for other in before.users):
-            return None
+            whole = isinstance(node.args[0], fx.Node) and at.get(node.args[0]) == len(out) - 1
+            used = {number for step in out for number in step.takes}
+            return out if out and whole and used >= set(range(len(out) - 1)) else None
         layer = _layer(module, node, sizes)
-        if layer is None:
+        takes = [given for given in node.args[: 2 if isinstance(layer, Add) else 1] if isinstance(given, fx.Node)]
+        if layer is None or not takes or any(value not in at for value in takes):
             return None
-        layers.append((str(node.target) if node.op == "call_module" else "", layer))
-        before = node
-        values.add(node)
+        if _in_place(node, layer) and sum(user not in sizes for user in takes[0].users) > 1:
+            return None  # others would see what it wrote
+        if type(layer) is nn.Identity:
+            at[node] = at[takes[0]]
+            continue
+        out.append(Step(str(node.target) if node.op == "call_module" else "", layer, tuple(at[value] for value in takes)))
+        at[node] = len(out) - 1
     return None
 
 
-def _is_size(node: fx.Node, values: set[fx.Node], sizes: set[fx.Node]) -> bool:
+def _in_place(node: fx.Node, layer: nn.Module) -> bool:
+    return bool(getattr(layer, "inplace", False) or node.kwargs.get("inplace") or node.target in (operator.iadd, "add_"))
+
+
+def _is_size(node: fx.Node, values: dict[fx.Node, int], sizes: set[fx.Node]) -> bool:
     """x.size(0) or x.shape[0] of a value so far."""
     if node.op == "call_method" and node.target == "size":
         return node.args[0] in values and tuple(node.args[1:]) in ((), (0,))
@@ -72,6 +108,8 @@ def _is_size(node: fx.Node, values: set[fx.Node], sizes: set[fx.Node]) -> bool:
 def _layer(module: nn.Module, node: fx.Node, sizes: set[fx.Node]) -> nn.Module | None:
     if node.op == "call_module":
         return module.get_submodule(str(node.target)) if len(node.args) == 1 and not node.kwargs else None
+    if node.target in _SUMS:
+        return Add() if len(node.args) == 2 and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs else None
     if node.target in _PLAIN and len(node.args) == 1 and not (set(node.kwargs) - {"inplace"}):
         return _PLAIN[node.target]()
     rest: tuple[Any, ...] = tuple(node.args[1:])

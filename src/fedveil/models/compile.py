@@ -1,4 +1,4 @@
-"""A module as a list of plain layer descriptions, for the compiled engine."""
+"""A module as plain layer descriptions that take each other's outputs, for the compiled engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from fedveil.errors import UserError
 from fedveil.models import chain
+from fedveil.models.chain import Step
 
-MOST_LAYERS = 64
-_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}
+MOST_LAYERS = 128
+_ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.SiLU: "silu", nn.Hardswish: "hardswish",
+}  # fmt: skip
 Pair = tuple[int, int]
 Image = tuple[int, int, int]
 
@@ -22,7 +25,7 @@ Image = tuple[int, int, int]
 class LayerDescription:
     """One layer: channels, rows, columns in and out (flat vectors are [n, 1, 1]) and its numbers."""
 
-    kind: str  # linear conv relu tanh sigmoid maxpool avgpool flatten groupnorm
+    kind: str  # linear conv depthwise relu tanh sigmoid silu hardswish maxpool avgpool flatten groupnorm add
     name: str
     before: Image
     after: Image
@@ -33,6 +36,7 @@ class LayerDescription:
     eps: float = 0.0
     weight: bool = False
     bias: bool = False
+    takes: tuple[int, ...] = (-1,)  # the layers whose outputs it takes; -1: the example
 
 
 class Beside(nn.Module):
@@ -59,22 +63,37 @@ def leaves(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
             if child is not None:
                 out += leaves(child, f"{prefix}.{name}" if prefix else name)
         return out
-    if not prefix and type(module).__module__.partition(".")[0] != "torch":
-        found = chain.traced(module)
-        if found is not None:
-            return [pair for pair in found if type(pair[1]) is not nn.Identity]
     return [] if type(module) is nn.Identity else [(prefix, module)]
+
+
+def _of_torch(layer: nn.Module) -> bool:
+    return type(layer).__module__.partition(".")[0] == "torch"
+
+
+def steps_of(module: nn.Module) -> list[Step]:
+    """The layers with what each takes: a chain if nested Sequentials say so, else what the forward pass shows."""
+    found = leaves(module)
+    if not isinstance(module, Beside) and any(not _of_torch(layer) for _, layer in found):
+        graph = chain.steps(module)
+        if graph is not None:
+            return graph
+    return [Step(name, layer, (at - 1,)) for at, (name, layer) in enumerate(found)]
 
 
 def why_not(module: nn.Module) -> str | None:
     """None if the module can be described, else the reason, with the layer's name."""
+    return _why_not(module, steps_of(module))
+
+
+def _why_not(module: nn.Module, steps: list[Step]) -> str | None:
     if any(not parameter.requires_grad for parameter in module.parameters()):
         return "some of its weights are frozen"
-    layers = leaves(module)
     seen: set[int] = set()
-    flat: bool | None = None  # of the data before this layer; None: not known yet
-    for name, layer in layers:
-        where = f"layer '{name}' ({type(layer).__name__})" if name else f"the model ({type(layer).__name__})"
+    flat: list[bool | None] = []  # of what each step gives; None: not known
+    for step in steps:
+        name, layer = step.name, step.layer
+        kind = "addition" if isinstance(layer, chain.Add) else type(layer).__name__
+        where = f"layer '{name}' ({kind})" if name else f"the model ({kind})"
         reason, needs_flat = _leaf_reason(layer)
         if reason:
             return f"{where} {reason}"
@@ -82,29 +101,32 @@ def why_not(module: nn.Module) -> str | None:
         if seen.intersection(parameters):
             return f"{where} shares its parameters with another layer"
         seen.update(parameters)
-        if needs_flat is not None and flat is not None and needs_flat != flat:
+        before = [None if at < 0 else flat[at] for at in step.takes]
+        if isinstance(layer, chain.Add) and before != [False, False]:
+            return "it adds other things than outputs of image layers"
+        if needs_flat is not None and before[0] is not None and needs_flat != before[0]:
             return (
                 f"{where} does not follow a Flatten layer" if needs_flat else f"{where} follows a flat layer"
             )
-        flat = True if isinstance(layer, nn.Flatten) else flat if needs_flat is None else needs_flat
+        flat.append(True if isinstance(layer, nn.Flatten) else before[0] if needs_flat is None else needs_flat)
     if not seen:
         return "the model has no parameters"
-    if not flat:
+    if not flat[-1]:
         return "the model does not end in a flat output (Flatten or Linear)"
-    if len(layers) > MOST_LAYERS:
-        return f"the model has {len(layers)} layers, more than {MOST_LAYERS}"
+    if len(steps) > MOST_LAYERS:
+        return f"the model has {len(steps)} layers, more than {MOST_LAYERS}"
     return None
 
 
 def compile_layers(module: nn.Module, shape: Sequence[int]) -> list[LayerDescription]:
     """Describe the layers for examples of `shape`; UserError, naming the layer, if that cannot be done."""
-    reason = why_not(module)
+    steps = steps_of(module)
+    reason = _why_not(module, steps)
     if reason:
         raise UserError(f"The native engine cannot train this model: {reason}. Use engine = 'auto'.")
     out: list[LayerDescription] = []
     if len(shape) not in (1, 3):
-        layers = leaves(module)
-        if not isinstance(layers[0][1], nn.Flatten):
+        if not isinstance(steps[0].layer, nn.Flatten):
             raise UserError(
                 f"The native engine takes examples [n] or [channels, rows, columns], not {list(shape)}."
             )
@@ -114,15 +136,19 @@ def compile_layers(module: nn.Module, shape: Sequence[int]) -> list[LayerDescrip
         shape, more = module.shape, math.prod(shape) - module.width
         if more < 0:
             raise UserError(f"An example has {module.width + more} numbers, its image needs {module.width}.")
-    now: Image = (shape[0], 1, 1) if len(shape) == 1 else (shape[0], shape[1], shape[2])
-    for name, layer in leaves(module):
-        described = _describe(name, layer, now)
-        if more and isinstance(layer, nn.Flatten):
+    first: Image = (shape[0], 1, 1) if len(shape) == 1 else (shape[0], shape[1], shape[2])
+    for step in steps:
+        before = [first if at < 0 else out[at].after for at in step.takes]
+        if len(set(before)) > 1:
+            raise UserError(f"The native engine cannot add images of {before[0]} and {before[1]}. Use engine = 'torch'.")
+        described = replace(_describe(step.name, step.layer, before[0]), takes=step.takes)
+        if more and isinstance(step.layer, nn.Flatten):
             described = replace(described, after=(described.after[0] + more, 1, 1))
         if min(described.after) < 1:
-            raise UserError(f"Layer '{name}' ({type(layer).__name__}) has no output for an input of {now}.")
+            raise UserError(
+                f"Layer '{step.name}' ({type(step.layer).__name__}) has no output for an input of {before[0]}."
+            )
         out.append(described)
-        now = described.after
     return out
 
 
@@ -131,13 +157,15 @@ def _leaf_reason(layer: nn.Module) -> tuple[str | None, bool | None]:
     kind = type(layer)
     if kind in _ACTIVATIONS:
         return None, None
+    if kind is chain.Add:
+        return None, False
     if isinstance(layer, nn.Flatten) and kind is nn.Flatten:
         return (None if (layer.start_dim, layer.end_dim) == (1, -1) else "flattens only some axes"), None
     if isinstance(layer, nn.Linear) and kind is nn.Linear:
         return None, True
     if isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
-        if layer.groups != 1:
-            return "has groups", False
+        if layer.groups != 1 and not layer.groups == layer.in_channels == layer.out_channels:
+            return "has groups of several channels", False
         if layer.dilation != (1, 1):
             return "is dilated", False
         if isinstance(layer.padding, str) and layer.padding == "same" and layer.stride != (1, 1):
@@ -158,6 +186,8 @@ def _leaf_reason(layer: nn.Module) -> tuple[str | None, bool | None]:
         padded = _pair(layer.padding) != (0, 0) and not layer.count_include_pad
         wrong = layer.ceil_mode or padded or layer.divisor_override is not None
         return ("uses ceil_mode, count_include_pad or divisor_override" if wrong else None), False
+    if isinstance(layer, nn.AdaptiveAvgPool2d) and kind is nn.AdaptiveAvgPool2d:
+        return (None if layer.output_size in (1, (1, 1), [1, 1]) else "pools to another size than 1"), False
     if isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
         return None, False
     return "is not a layer it knows", None
@@ -189,6 +219,11 @@ def _describe(name: str, layer: nn.Module, before: Image) -> LayerDescription:
             weight=affine,
             bias=affine,
         )
+    if isinstance(layer, chain.Add):
+        return LayerDescription("add", name, before, before)
+    if isinstance(layer, nn.AdaptiveAvgPool2d):
+        area = (before[1], before[2])
+        return LayerDescription("avgpool", name, before, (before[0], 1, 1), area, area)
     assert isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d)
     kernel, stride = _pair(layer.kernel_size), _pair(layer.stride)  # type: ignore[arg-type]
     if isinstance(layer.padding, str):
@@ -200,7 +235,15 @@ def _describe(name: str, layer: nn.Module, before: Image) -> LayerDescription:
         _same(name, "channels", layer.in_channels, before[0])
         after = (layer.out_channels, rows, columns)
         return LayerDescription(
-            "conv", name, before, after, kernel, stride, padding, weight=True, bias=layer.bias is not None
+            "conv" if layer.groups == 1 else "depthwise",
+            name,
+            before,
+            after,
+            kernel,
+            stride,
+            padding,
+            weight=True,
+            bias=layer.bias is not None,
         )
     kind = "maxpool" if isinstance(layer, nn.MaxPool2d) else "avgpool"
     return LayerDescription(kind, name, before, (before[0], rows, columns), kernel, stride, padding)

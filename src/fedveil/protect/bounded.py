@@ -12,6 +12,8 @@ overflow, so a norm of n numbers is right to a relative (n + 4) 2**-53, below 2*
 bound (1 - MARGIN) / norm if that is below 1, else 1. Engines that scale in float32 round twice, by at most 2**-24 each, and
 put numbers below the smallest normal one to 0 rather than to a neighbour:
 (1 - 2**-22) (1 + 2**-24)**2 (1 + 2**-25) < 1. A vector that is not finite contributes nothing.
+Where the native engine sums a convolution's gradient without writing it out (large nets, at most 16 positions), the norm that
+is clipped is an upper bound of that of the rounded gradient (backward.h: ghost_norm), and the factor is applied in float64.
 
 Why the sum does. An example's contribution is computed from the weights and that example alone, never by code that
 depends on how many others are in the batch or where it stands: the exact sums of D and D' differ by c_i. What remains

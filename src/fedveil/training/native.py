@@ -21,7 +21,10 @@ from fedveil.protect import exact, noise
 from fedveil.protect.law import Staircase, kernel_of
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 
-_KINDS = ("linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm")
+_KINDS = (
+    "linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm", "silu", "hardswish", "add",
+    "depthwise",
+)  # fmt: skip
 _CLIPS = ("none", "layer", "flat")
 _LAWS = ("none", "gaussian", "laplace", "staircase", "joint-staircase")
 
@@ -38,6 +41,10 @@ def instruction_sets() -> tuple[str, ...]:
 
 def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
     """None if this engine can train the module by this plan, else the reason, naming the layer."""
+    return _why_not(plan) or compile.why_not(module)
+
+
+def _why_not(plan: LocalPlan) -> str | None:
     if not available():
         return "the compiled extension is not installed"
     if plan.law is not None and not kernel_of(plan.law):
@@ -50,7 +57,7 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
     if plan.optimiser.rule != "sgd":
         return f"it has no {plan.optimiser.rule}"
-    return compile.why_not(module)
+    return None
 
 
 def train(
@@ -72,7 +79,7 @@ def train(
     `Drawing.add` to the integer.
     """
     isa = os.environ.get("FEDVEIL_INSTRUCTIONS", "auto") if isa == "auto" else isa
-    reason = why_not(module, plan)
+    reason = _why_not(plan)
     if reason:
         raise UserError(f"The native engine cannot be used: {reason}. Use engine = 'auto'.")
     features = np.ascontiguousarray(x, np.float32)
@@ -139,6 +146,7 @@ def _fields(
             _KINDS.index(layer.kind),
             layout.layer_names.index(layer.name) if layer.weight else -1,
             *layer.before, *layer.after, *layer.kernel, *layer.stride, *layer.padding, layer.groups,
+            *(*layer.takes, -1)[:2],
             offset[prefix + "weight"] if layer.weight else -1,
             offset[prefix + "bias"] if layer.bias else -1,
         ])  # fmt: skip

@@ -50,6 +50,7 @@ from fedveil.federation.round import (
 from fedveil.federation.view import result_of
 from fedveil.keys import generator
 from fedveil.models import compile
+from fedveil.models.chain import is_chain
 from fedveil.models.compile import Beside
 from fedveil.models.layout import flatten, layout_of
 from fedveil.privacy.events import Observer, Unit
@@ -141,7 +142,10 @@ def _past_images(module: nn.Module, shape: tuple[int, ...], slots: int) -> tuple
     knows such a net."""
     if len(shape) != 3 or compile.why_not(module) is not None:
         return None
-    layers = [layer for _, layer in compile.leaves(module)]
+    steps = compile.steps_of(module)
+    if not is_chain(steps):
+        return None
+    layers = [step.layer for step in steps]
     at = next((k for k, layer in enumerate(layers) if isinstance(layer, nn.Flatten)), 0)
     if at == 0 or at + 1 == len(layers) or not isinstance(layers[at + 1], nn.Linear):
         return None

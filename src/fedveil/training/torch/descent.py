@@ -402,6 +402,8 @@ def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> Local
             none,
             np.zeros(0, int),
         )
+    if len(parts) == 1:
+        return parts[0]  # updates of large nets are not copied
     names = LocalResult.__dataclass_fields__
     return LocalResult(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
