@@ -13,6 +13,8 @@ from fedveil.models import nets
 from fedveil.models.layout import flatten
 from fedveil.models.minilm import Block, MiniLM
 from fedveil.models.surgery import lora
+from fedveil.protect.law import Gaussian
+from fedveil.protect.noised import Drawing
 from fedveil.training.contract import ClientWork, LocalPlan
 
 BOUND, SIGMA, LEARNING_RATE = 4.0, 1.0, 0.05
@@ -172,10 +174,10 @@ def plans(case: Case) -> dict[str, LocalPlan]:
     """Private (exact noise on a grid of a millionth of the bound), private with float noise, clipped only, and non-private."""
     basis = {"steps": case.steps, "learning_rate": LEARNING_RATE, "expected_batch": float(case.batch)}
     clip = {"clip": "layer", "bounds": (BOUND,) * case.steps}
-    noise = {"noise": "gaussian", "multipliers": (SIGMA,) * case.steps}
+    exact, floats = (Drawing(Gaussian(), SIGMA * BOUND, grid=grid) for grid in (1e-6 * BOUND, 0.0))
     return {
-        "private": LocalPlan(**basis, **clip, **noise, grid=1e-6 * BOUND),  # type: ignore[arg-type]
-        "private, float noise": LocalPlan(**basis, **clip, **noise),  # type: ignore[arg-type]
+        "private": LocalPlan(**basis, **clip, noised=(exact,) * case.steps),  # type: ignore[arg-type]
+        "private, float noise": LocalPlan(**basis, **clip, noised=(floats,) * case.steps),  # type: ignore[arg-type]
         "clip only": LocalPlan(**basis, **clip),  # type: ignore[arg-type]
         "non-private": LocalPlan(**basis),  # type: ignore[arg-type]
     }

@@ -27,6 +27,8 @@ from fedveil.keys import derive
 from fedveil.models import nets
 from fedveil.models.layout import flatten
 from fedveil.protect.batches import batches, cohort
+from fedveil.protect.law import Gaussian
+from fedveil.protect.noised import Drawing
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork, LocalPlan
 
@@ -51,8 +53,7 @@ def point(population: int, size: int, engine: str) -> dict[str, Any]:
         float(BATCH),
         clip="layer",
         bounds=(4.0,) * STEPS,
-        noise="gaussian",
-        multipliers=(1.0,) * STEPS,
+        noised=(Drawing(Gaussian(), 4.0),) * STEPS,
     )
 
     def work(clients: np.ndarray, round_number: int) -> Any:

@@ -97,12 +97,12 @@ int main() {
     std::vector<int32_t> rows(10 * 6);
     for (int i = 0; i < 20; ++i) labels[size_t(i)] = i % 3;
     for (int i = 0; i < 60; ++i) rows[size_t(i)] = i % 6 < 5 ? (i * 7) % 20 : -1;
-    std::vector<double> bounds(10, 0.5), multipliers(10, 0.1);
+    std::vector<double> bounds(10, 0.5), scales(10, 0.05);
     for (int clip : {int(CLIP_LAYER), int(CLIP_FLAT)}) {
         Plan plan{};
         plan.steps = 10, plan.learning_rate = 0.2, plan.expected_batch = 5, plan.momentum = 0.5;
-        plan.clip = clip, plan.noise = GAUSSIAN_LAW, plan.noise_on = ON_SUM, plan.grid = clip == CLIP_FLAT ? 0x1p-20 : 0.0;
-        plan.bounds = bounds.data(), plan.multipliers = multipliers.data();
+        plan.clip = clip, plan.noise = GAUSSIAN_LAW, plan.grid = clip == CLIP_FLAT ? 0x1p-20 : 0.0;
+        plan.bounds = bounds.data(), plan.scales = plan.deviations = scales.data();
         const Data data = {x.data(), labels.data(), nullptr, start.data()};
         const Client client = {rows.data(), 6, key, nullptr, nullptr, nullptr, nullptr};
         double mean[3], most[3];
