@@ -470,9 +470,9 @@ class Ledger:
         """The sound row (or its `none`); after a data-dependent stop also the nominal epsilon at the stop."""
         view = self._view()
         answer, relation = self._sound(view, pair, delta, name)
-        if answer.accountant == FILTER and answer.epsilon is not None:
-            return [self._row(pair, self._fixed(view, pair, delta, name, answer), relation, [])]
         claims = [claim for claim in view.claims(pair) if _is_sound(claim)]
+        if answer.accountant == FILTER and answer.epsilon is not None:
+            return [self._row(pair, self._fixed(view, pair, delta, name, answer), relation, _reasons(claims))]
         rows = [self._row(pair, answer, relation, _reasons(claims) if answer.epsilon is not None else [])]
         counted = any(claim.event for claim in claims) and not self._broken(self._book, pair, None)
         if self.header.stopping == "data" and counted:
