@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedveil.errors import UserError
 from fedveil.privacy import checks, formulas, pld, renyi
 from fedveil.privacy.events import Event, Noise, Sampling, Unit, Verdict
 from fedveil.privacy.mechanisms import Array, check_noise
@@ -75,7 +76,7 @@ def check_event(event: Event) -> None:
         checks.fraction("sampling-rate", sampling.rate)
     if sampling.kind == "fixed":
         if sampling.batch is None or sampling.population is None:
-            raise checks.UserError("sampling 'fixed' needs both batch and population (whole numbers).")
+            raise UserError("sampling 'fixed' needs both batch and population (whole numbers).")
         batch = checks.count("batch", sampling.batch, 1)
         checks.count("population (at least the batch)", sampling.population, batch)
 
@@ -423,7 +424,8 @@ SLACK = 1e-6  # a share of delta that pays for the samplers' factors
 def lost_to_tails(tail: float | Array, epsilon: float | Array) -> float | Array:
     """The delta that samplers' tails of mass `tail` may cost where exact laws give `epsilon`, with room: a smaller delta
     makes epsilon larger."""
-    return 2 * tail * (np.exp(np.minimum(np.asarray(epsilon) + 1, 700.0)) + 1)
+    made: float | np.ndarray = 2 * tail * (np.exp(np.minimum(np.asarray(epsilon) + 1, 700.0)) + 1)
+    return made
 
 
 def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], delta: float) -> Answer:

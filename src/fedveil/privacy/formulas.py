@@ -40,7 +40,8 @@ def amplified(epsilon: ArrayLike, rate: ArrayLike) -> Array:
     """ln(1 + q(e^epsilon - 1)): a step that includes the unit with probability q (its delta becomes q delta)."""
     epsilon, rate = np.asarray(epsilon, float), np.asarray(rate, float)
     near = np.log1p(rate * np.expm1(np.minimum(epsilon, 500)))
-    return np.where(epsilon < 500, near, epsilon + np.log(np.maximum(rate, 1e-300)))
+    found: np.ndarray = np.where(epsilon < 500, near, epsilon + np.log(np.maximum(rate, 1e-300)))
+    return found
 
 
 def basic(epsilons: ArrayLike, counts: ArrayLike) -> float:

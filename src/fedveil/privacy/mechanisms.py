@@ -58,7 +58,8 @@ class Gaussian:
         return np.exp(-0.5 * z * z) / (self.sigma * math.sqrt(2 * math.pi))
 
     def cdf(self, x: ArrayLike) -> Array:
-        return special.ndtr(np.asarray(x, float) / self.sigma)
+        found: np.ndarray = special.ndtr(np.asarray(x, float) / self.sigma)
+        return found
 
     def renyi(self, order: float, shift: float = 1.0) -> float:
         """Exact divergence between the noise and itself moved by `shift`."""
@@ -90,7 +91,8 @@ class Laplace:
     scale: float
 
     def density(self, x: ArrayLike) -> Array:
-        return np.exp(-np.abs(np.asarray(x, float)) / self.scale) / (2 * self.scale)
+        found: np.ndarray = np.exp(-np.abs(np.asarray(x, float)) / self.scale) / (2 * self.scale)
+        return found
 
     def cdf(self, x: ArrayLike) -> Array:
         z = np.asarray(x, float) / self.scale
@@ -163,7 +165,8 @@ class Staircase:
 
     def _level(self, x: ArrayLike) -> Array:
         """Number of jumps between 0 and |x|, x in units of `bound`."""
-        return np.maximum(np.floor(np.abs(np.asarray(x, float)) - self.shape) + 1, 0)
+        found: np.ndarray = np.maximum(np.floor(np.abs(np.asarray(x, float)) - self.shape) + 1, 0)
+        return found
 
     def density(self, x: ArrayLike) -> Array:
         return self.peak / self.bound * np.exp(-self.lam * self._level(np.asarray(x, float) / self.bound))

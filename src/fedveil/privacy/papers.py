@@ -54,17 +54,20 @@ def spent(name: str, sigmas: Array, rate: float, delta: float) -> Array:
         return drift + np.sqrt(2 * square * np.log(math.e + np.sqrt(square) / delta))
     if name == "zcdp":
         rho = np.cumsum((rate / sigmas) ** 2)
-        return rho + 2 * np.sqrt(-rho * math.log(delta))
+        made: np.ndarray = rho + 2 * np.sqrt(-rho * math.log(delta))
+        return made
     orders = np.arange(2, 64)
     totals = [np.cumsum(_moment(sigmas, rate, int(a))) - math.log(delta) for a in orders]
-    return (np.array(totals) / (orders - 1)[:, None]).min(axis=0)
+    made = (np.array(totals) / (orders - 1)[:, None]).min(axis=0)
+    return made
 
 
 def _moment(sigmas: Array, rate: float, order: int) -> Array:
     """Log moment of one sampled Gaussian step at an integer order, for many sigmas at once."""
     k = np.arange(2, order + 1)
     chance = special.binom(order, k) * rate**k * (1 - rate) ** (order - k)
-    return np.log1p(np.expm1(k * (k - 1) / (2 * np.asarray(sigmas)[:, None] ** 2)) @ chance)
+    made: np.ndarray = np.log1p(np.expm1(k * (k - 1) / (2 * np.asarray(sigmas)[:, None] ** 2)) @ chance)
+    return made
 
 
 def first_over(name: str, sigmas: Array, rate: float, delta: float, budget: float) -> int | None:

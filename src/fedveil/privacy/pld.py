@@ -231,7 +231,8 @@ def choose_step(releases: Sequence[tuple[float, tuple[float, float], int]]) -> f
 def _chernoff_orders(scales: Sequence[float]) -> Array:
     """Rows of orders that double along the row, one row per sign and scale of the loss."""
     lowest = [sign * math.sqrt(-2 * math.log(TAIL)) / scale / 32 for scale in scales for sign in (1, -1)]
-    return (np.array(lowest)[:, None] * 2.0 ** np.arange(DOUBLINGS)).reshape(-1)
+    found: np.ndarray = (np.array(lowest)[:, None] * 2.0 ** np.arange(DOUBLINGS)).reshape(-1)
+    return found
 
 
 def _log_moments(law: Law, step: float, orders: Array) -> Array:
@@ -275,7 +276,8 @@ def tilt_law(law: Law, step: float, tilt: float) -> Tilted:
 def _spectrum(law: Tilted, size: int) -> np.ndarray:
     """Transform of the law wrapped onto `size` cells; loss index k sits at k mod size."""
     wrapped = np.bincount((law.first + np.arange(len(law.probs))) % size, weights=law.probs, minlength=size)
-    return fft.rfft(wrapped)
+    found: np.ndarray = fft.rfft(wrapped)
+    return found
 
 
 @dataclass(frozen=True)

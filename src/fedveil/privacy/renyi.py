@@ -40,7 +40,8 @@ def poisson(noise: Noise, rate: float, orders: tuple[float, ...]) -> Array:
     if noise.mechanism == "gaussian":
         broken = wanted != np.floor(wanted)
         result[broken] = [_gaussian_log_moment(noise.multiplier, rate, a) for a in wanted[broken]]
-    return result / (wanted - 1)
+    found: np.ndarray = result / (wanted - 1)
+    return found
 
 
 def _integer_log_moments(noise: Noise, rate: float, orders: list[int]) -> Array:
@@ -96,7 +97,8 @@ def fixed_size(multiplier: float, batch: int, population: int, orders: tuple[flo
     judge.compose(dp_accounting.SampledWithoutReplacementDpEvent(population, batch, step))
     logs = np.append(0.0, np.array(judge.rdp) * (np.array(_WITHOUT_REPLACEMENT) - 1))
     wanted = np.array(orders)
-    return np.interp(wanted, knots, logs) / (wanted - 1)
+    found: np.ndarray = np.interp(wanted, knots, logs) / (wanted - 1)
+    return found
 
 
 def to_epsilon(orders: tuple[float, ...], divergences: Array, delta: float) -> float:

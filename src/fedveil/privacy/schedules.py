@@ -109,7 +109,8 @@ class Schedule:
         if self.kind == "exponential":
             if self.rate is not None:
                 return self.first * math.exp(-self.rate * t)
-            return self.first * (last / self.first) ** (t / steps)
+            found: float = self.first * (last / self.first) ** (t / steps)
+            return found
         if self.kind == "cosine-cyclic":
             period = math.ceil(total / self.cycles)
             return self.first / 2 * (math.cos(math.pi * (t % period) / period) + 1)

@@ -32,7 +32,8 @@ def _root(function: Callable[[float], float], low: float, high: float, xtol: flo
 def _binomial(n: int, p: float) -> Array:
     k = np.arange(n + 1)
     logs = special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
-    return np.exp(logs + special.xlogy(k, p) + special.xlog1py(n - k, -p))
+    made: np.ndarray = np.exp(logs + special.xlogy(k, p) + special.xlog1py(n - k, -p))
+    return made
 
 
 def _counts(epsilon0: float, clients: int, ones: int) -> tuple[Array, Array]:

@@ -48,7 +48,8 @@ def _renyi(raw: bytes, lam: float, nu: float | None, width: float, dimension: in
     ends = _ends(near, law.shape)
     moments = _log_moments(law, ends, orders)  # [ends, orders]
     if dimension == 1 and reach <= FAR:
-        return moments.max(0) / (orders - 1) * SAFETY  # linear pieces: the largest moment is at an end of one
+        found: np.ndarray = moments.max(0) / (orders - 1) * SAFETY  # linear pieces: the largest moment is at an end of one
+        return found
     quadratic = orders * lam**2 / 2
 
     def bound(shares: Array) -> Array:
@@ -122,7 +123,8 @@ def _largest_excess(ends: Array, moments: Array, orders: Array, slope: Array) ->
     # Moments too large for a double: within a piece they are at most those of its ends.
     coarse = np.maximum(moments[1:], moments[:-1]) / (orders - 1) - slope * low**2
     at = np.where(np.maximum(moments[1:], moments[:-1]) > 500, coarse, at)
-    return np.maximum(at.max(0), edges.max(0))
+    found: np.ndarray = np.maximum(at.max(0), edges.max(0))
+    return found
 
 
 def _far_excess(orders: Array, lam: float, slope: Array, reach: float) -> Array:
@@ -131,7 +133,8 @@ def _far_excess(orders: Array, lam: float, slope: Array, reach: float) -> Array:
     with np.errstate(all="ignore"):
         top = np.where(slope > half, half / (slope - half), reach)
     found = [half * (s + 1) ** 2 - slope * s**2 for s in (FAR, reach, np.clip(top, FAR, reach))]
-    return np.max(found, axis=0)
+    largest: np.ndarray = np.max(found, axis=0)
+    return largest
 
 
 def pure(lam: float, width: float, dimension: int) -> float:

@@ -40,7 +40,8 @@ def first(bound: float, size: int) -> Memory:
 def scale(memory: Memory) -> np.ndarray:
     """b = sqrt(s) * sqrt(sum of s), float32."""
     deviation = np.sqrt(np.maximum(memory.square.astype(np.float64), LEAST))
-    return np.sqrt(deviation * deviation.sum()).astype(np.float32)
+    found: np.ndarray = np.sqrt(deviation * deviation.sum()).astype(np.float32)
+    return found
 
 
 def follow(memory: Memory, noised: np.ndarray, noise_variance: np.ndarray) -> Memory:

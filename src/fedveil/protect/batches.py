@@ -51,7 +51,8 @@ def batches(
         raise ValueError(f"unknown sampling '{kind}'")
     whole = size // width * width
     order = np.concatenate([draw.permutation(size)[:whole] for _ in range(passes(steps, batch, size))])
-    return rows[order[: steps * width].reshape(steps, width)].astype(np.int32)
+    found: np.ndarray = rows[order[: steps * width].reshape(steps, width)].astype(np.int32)
+    return found
 
 
 def passes(steps: int, batch: float, size: int) -> int:

@@ -194,7 +194,8 @@ def _window(
         ids = ids[fate >= np.float64(loss) * TICKS]
     bits = (row[ids >> 3] >> (7 - (ids & 7)).astype(np.uint8)) & 1
     after = delay[ids].astype(np.int64) - low
-    return (after.astype(np.uint64) << np.uint64(32)) | (ids.astype(np.uint64) << np.uint64(1)) | bits
+    made: np.ndarray = (after.astype(np.uint64) << np.uint64(32)) | (ids.astype(np.uint64) << np.uint64(1)) | bits
+    return made
 
 
 def deliver(

@@ -232,7 +232,8 @@ def numpy_gaussian(key: bytes, step: int, count: int, deviation: float, example:
             level_here = gaussian_level(int(y[i]), deviation, halvings)
             accept[i] = stream.coin(candidate, int(coin[i])) * int(units[i]) < level_here
         accept &= even & ~(negative & (y == 0))
-        return np.where(negative, -y, y)[accept]
+        made: np.ndarray = np.where(negative, -y, y)[accept]
+        return made
 
     return _filtered(count, 0.9 * min(1.0, deviation / 4 / places.k), make)
 
@@ -258,7 +259,8 @@ def _geometric(stream: _Stream, count: int, places: _Places, signed_zero: bool) 
         accept &= even
         if not signed_zero:
             accept &= ~(negative & (z == 0))
-        return np.where(negative, ~z, z)[accept]
+        made: np.ndarray = np.where(negative, ~z, z)[accept]
+        return made
 
     return _filtered(count, 0.7, make)
 
@@ -270,7 +272,8 @@ def gaussian(key: bytes, step: int, count: int, deviation: float, example: int =
     """
     _check(deviation, "deviation")
     if noise._native is not None:
-        return noise._native.exact_gaussian(key, step, count, deviation, example)
+        made: np.ndarray = noise._native.exact_gaussian(key, step, count, deviation, example)
+        return made
     return numpy_gaussian(key, step, count, deviation, example)
 
 
@@ -299,7 +302,8 @@ def laplace(key: bytes, step: int, count: int, scale: float, example: int = 0) -
     """
     _check(scale, "scale")
     if noise._native is not None:
-        return noise._native.exact_laplace(key, step, count, scale, example)
+        made: np.ndarray = noise._native.exact_laplace(key, step, count, scale, example)
+        return made
     return numpy_laplace(key, step, count, scale, example)
 
 
@@ -407,7 +411,8 @@ def staircase(key: bytes, step: int, count: int, shape: Stairs, example: int = 0
     integer that changes by at most `period`, it is lam-DP; all integers are possible.
     """
     if noise._native is not None:
-        return noise._native.exact_staircase(key, step, count, stairs_fields(shape), example)
+        made: np.ndarray = noise._native.exact_staircase(key, step, count, stairs_fields(shape), example)
+        return made
     return numpy_staircase(key, step, count, shape, example)
 
 
@@ -452,7 +457,8 @@ def joint_staircase(key: bytes, step: int, count: int, shape: Stairs, example: i
     if noise._native is None:
         return numpy_joint_staircase(key, step, count, shape, example)
     try:
-        return noise._native.exact_staircase(key, step, count, stairs_fields(shape), example, True)
+        made: np.ndarray = noise._native.exact_staircase(key, step, count, stairs_fields(shape), example, True)
+        return made
     except ValueError as problem:
         raise UserError(_NONE_ACCEPTED) from problem
 

@@ -281,4 +281,4 @@ class NoiseOn:
         return ""
 
 
-NOISE_ON: dict[str, NoiseOn] = {name: NoiseOn(name) for name in ("sum", "example", "mean")}  # type: ignore[arg-type]
+NOISE_ON: dict[str, NoiseOn] = {name: NoiseOn(name) for name in ("sum", "example", "mean")}

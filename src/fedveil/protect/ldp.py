@@ -163,7 +163,8 @@ def thresholds(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layo
     np.nan_to_num(offset, copy=False, nan=0.0)
     chance = np.floor((0.5 + 0.5 * math.tanh(epsilon / 2) * offset) * GRAIN).astype(np.uint64)
     least = least_chance(epsilon)
-    return np.clip(chance, np.uint64(least), np.uint64(GRAIN - least))
+    found: np.ndarray = np.clip(chance, np.uint64(least), np.uint64(GRAIN - least))
+    return found
 
 
 def encode(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout, key: bytes) -> np.ndarray:
@@ -199,7 +200,8 @@ def clip(weights: np.ndarray, ranges: Ranges, layout: Layout) -> np.ndarray:
 def variance(weights: np.ndarray, ranges: Ranges, epsilon: float, layout: Layout) -> np.ndarray:
     """Variance of each report: r^2 K^2 - (w - c)^2 (w clipped). Between r^2 (K^2 - 1) and r^2 K^2."""
     centre, radius = per_weight(ranges, layout)
-    return (radius * amplitude(epsilon)) ** 2 - (clip(weights, ranges, layout) - centre) ** 2
+    found: np.ndarray = (radius * amplitude(epsilon)) ** 2 - (clip(weights, ranges, layout) - centre) ** 2
+    return found
 
 
 def average_variance(
@@ -208,7 +210,8 @@ def average_variance(
     """Upper estimate, from public numbers only, of the noise variance in the server's average per weight."""
     centre, radius = per_weight(ranges, layout)
     inside = np.minimum(np.abs(np.asarray(average, dtype=np.float64) - centre), radius)
-    return ((radius * amplitude(epsilon)) ** 2 - inside**2) / np.maximum(1, arrived)
+    found: np.ndarray = ((radius * amplitude(epsilon)) ** 2 - inside**2) / np.maximum(1, arrived)
+    return found
 
 
 def report_bytes(layout: Layout) -> int:

@@ -35,6 +35,7 @@ variation of some 1e-17 per coordinate.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -44,7 +45,7 @@ from fedveil.errors import UserError
 INTERFACE = 5  # of the compiled module; one of another version is not used
 
 try:
-    from fedveil import _native
+    from fedveil import _native as _native
 
     if getattr(_native, "VERSION", None) != INTERFACE:
         _native = None
@@ -95,7 +96,8 @@ def exponential_of_word(word: np.ndarray) -> np.ndarray:
     low, middle = _LOG[0] + _LOG[1] * f, _LOG[2] + _LOG[3] * f
     high = (_LOG[4] + _LOG[5] * f) + _LOG[6] * z
     p = low + z * (middle + z * high)
-    return k * _LN2 - (f + ((p * f) * z - _F(0.5) * z))
+    made: np.ndarray = k * _LN2 - (f + ((p * f) * z - _F(0.5) * z))
+    return made
 
 
 def _direction_of_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +113,10 @@ def _negate(values: np.ndarray, bit: np.ndarray) -> np.ndarray:
     return np.where((bit & np.uint32(1)).astype(bool), -values, values)
 
 
-def _tiles(values_per_tile: int, blocks_per_tile: int, key, step, purpose, count, first, example, make):
+def _tiles(
+    values_per_tile: int, blocks_per_tile: int, key: bytes, step: int, purpose: int, count: int, first: int, example: int,
+    make: Callable[[np.ndarray], np.ndarray],
+) -> np.ndarray:
     """Run `make(words of n tiles) -> [n, values_per_tile]` over the tiles covering the values."""
     if count < 0 or first < 0 or (first + count) // values_per_tile >= 2**32 // blocks_per_tile:
         raise ValueError(f"a noise stream has no values {first} … {first + count}")
@@ -181,14 +186,16 @@ def numpy_staircases(
 def normals(key: bytes, step: int, count: int, first: int = 0, example: int = 0) -> np.ndarray:
     """Values first … first + count of the standard normal stream (key, step), float32."""
     if _native is not None:
-        return _native.normals(key, step, count, first, example)
+        made: np.ndarray = _native.normals(key, step, count, first, example)
+        return made
     return numpy_normals(key, step, count, first, example)
 
 
 def laplaces(key: bytes, step: int, count: int, first: int = 0, example: int = 0) -> np.ndarray:
     """Values of the Laplace stream with scale b = 1 (variance 2), float32."""
     if _native is not None:
-        return _native.laplaces(key, step, count, first, example, LAPLACE)
+        made: np.ndarray = _native.laplaces(key, step, count, first, example, LAPLACE)
+        return made
     return numpy_laplaces(key, step, count, first, example)
 
 
@@ -206,7 +213,8 @@ def staircases(
     nu = default_nu(lam) if nu is None else nu
     if _native is not None:
         constants = _staircase_constants(lam, nu)
-        return _native.staircases(key, step, count, first, example, *(c.item() for c in constants))
+        made: np.ndarray = _native.staircases(key, step, count, first, example, *(c.item() for c in constants))
+        return made
     return numpy_staircases(key, step, count, lam, nu, first, example)
 
 
@@ -248,7 +256,8 @@ def joint_staircase(
         period = math.floor(r)
         exponent = lam * (period + (1.0 if r - period >= nu else 0.0) - r + nu)
         if float(abs(x[count])) >= exponent:
-            return x[:count] * _F(1 / lam)
+            made: np.ndarray = x[:count] * _F(1 / lam)
+            return made
     raise RuntimeError("joint staircase noise: no attempt accepted; lambda is too large for rejection")
 
 
@@ -316,7 +325,8 @@ def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: i
     """
     _power_above(sigma)
     if _native is not None:
-        return _native.discrete_normals(key, step, count, sigma, example)
+        made: np.ndarray = _native.discrete_normals(key, step, count, sigma, example)
+        return made
     return numpy_discrete_normals(key, step, count, sigma, example)
 
 

@@ -60,7 +60,8 @@ class Drawing:
         """`total` with noise of `times` the scale (for each coordinate, where there is no grid), float64; on the grid if there
         is one. NaN where the total does not fit the grid."""
         if self.grid <= 0:
-            return np.asarray(total, np.float64) + self.draw(key, step, np.size(total)) * np.asarray(times, np.float64)
+            drawn = self.draw(key, step, np.size(total)) * np.asarray(times, np.float64)
+            return np.asarray(np.asarray(total, np.float64) + drawn)
         if np.ndim(times):
             raise UserError("noise on a grid has one scale for all coordinates: set grid = 0 or another rule of the scale")
         if not np.all(np.abs(total) < 2.0**62 * self.grid):

@@ -80,5 +80,5 @@ def paid_release(clients: int, event: Event, what: str) -> Release:
     claims: list[Claim] = []
     for observer in AFTER_UPLOAD:
         claims += [Claim(observer, "example", "sound", what, event), by_group(observer)]
-    claims += [none("client-process", unit, "rows are counted in the client's memory") for unit in ("example", "client")]  # type: ignore[arg-type]
+    claims += [none("client-process", unit, "rows are counted in the client's memory") for unit in ("example", "client")]
     return Release(0, ((tuple(range(clients)), tuple(claims)),), "look")

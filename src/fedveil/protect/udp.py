@@ -141,7 +141,8 @@ def _staircase_sum(lam: float, width: float, nu: float, additions: int) -> float
     phi = 2 * height * (((inner - 1) + b * (step - inner)) / (1j * t * (1 - b * step))).real
     integrand = (1 - np.sign(phi) ** additions * np.abs(phi) ** additions) / t**2
     body = float(trapezoid(integrand, t)) + float(integrand[0]) * t[0]  # flat below the first point
-    return width * 2 / math.pi * (body + 1 / t[-1])
+    found: float = width * 2 / math.pi * (body + 1 / t[-1])
+    return found
 
 
 def _joint_moments(lam: float, nu: float, dimension: int) -> tuple[float, float]:

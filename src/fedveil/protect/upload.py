@@ -85,7 +85,7 @@ class Channel:
 
 
 CHANNELS: dict[str, Channel] = {
-    name: Channel(name)  # type: ignore[arg-type]
+    name: Channel(name)
     for name in ("none", "shuffle-models", "shuffle-parameters")
 }
 

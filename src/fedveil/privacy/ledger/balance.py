@@ -140,7 +140,8 @@ class Book:
         """Which clients met one of `parts`."""
         chosen = np.zeros(len(self.parts), dtype=np.int64)
         chosen[list(parts)] = 1
-        return (self.met() @ chosen) > 0
+        found: np.ndarray = (self.met() @ chosen) > 0
+        return found
 
 
 @dataclass(frozen=True)

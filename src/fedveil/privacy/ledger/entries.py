@@ -23,7 +23,7 @@ from fedveil.privacy.events import (
     Unit,
     Verdict,
 )
-from fedveil.privacy.ledger.balance import GROUP
+from fedveil.privacy.ledger.balance import GROUP as GROUP
 
 SECRET = "holds when deployed with secret noise"
 MOST_CLIENTS = 20_000_000

@@ -155,7 +155,7 @@ def covering(histories: Histories, copies: int = 1) -> Histories:
     """
     histories = histories.busy()
     rows = histories.counts.shape[0]
-    families: dict[tuple, list[int]] = defaultdict(list)
+    families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i in np.unique(histories.counts.indices):
         families[_family(histories.events[i])].append(int(i))
     uses: dict[Event, int] = {}
@@ -186,7 +186,7 @@ class Judge:
     """Asks accountants about histories and remembers: one more round costs one more composition."""
 
     def __init__(self) -> None:
-        self._answers: dict[tuple, Answer] = {}
+        self._answers: dict[tuple[object, ...], Answer] = {}
         self._recent: list[tuple[str, dict[Event, int], Composition]] = []
         self._curves: dict[Event, np.ndarray] = {}
 
@@ -230,7 +230,8 @@ class Judge:
 
         def epsilon(delta: float | np.ndarray) -> np.ndarray:
             paid = np.log(np.reshape(delta, (-1, 1)) * _ORDERS) / (_ORDERS - 1)
-            return np.maximum((totals + np.log1p(-1 / _ORDERS) - paid).min(axis=1), 0.0)
+            made: np.ndarray = np.maximum((totals + np.log1p(-1 / _ORDERS) - paid).min(axis=1), 0.0)
+            return made
 
         # The samplers' error, as `with_samplers` counts it: from delta / 2 on epsilon rises by less than 1, its room.
         errors = np.array([(event.noise.ratio, event.noise.tail) for event in events]).reshape(-1, 2)
@@ -314,7 +315,7 @@ def _worst_sampler(noises: Sequence[Noise]) -> Noise:
     return replace(noises[0], ratio=max(n.ratio for n in noises), tail=max(n.tail for n in noises))
 
 
-def _family(event: Event) -> tuple:
+def _family(event: Event) -> tuple[object, ...]:
     """Events that are ordered by (multiplier, rate) alone; others are a family of their own."""
     noise, sampling = event.noise, event.sampling
     if noise.mechanism not in _MONOTONE:
@@ -329,10 +330,10 @@ def _columns(events: Sequence[Event]) -> tuple[tuple[Event, ...], np.ndarray]:
     A family with more than `GRID` multipliers is rounded down to at most so many. The grids are nested, so
     rounding twice is rounding once, and answers before and after one more round stay comparable.
     """
-    families: dict[tuple, list[int]] = defaultdict(list)
+    families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, event in enumerate(events):
         families[_family(event)].append(i)
-    columns: dict[tuple[tuple, float, float], tuple[int, Event]] = {}
+    columns: dict[tuple[tuple[object, ...], float, float], tuple[int, Event]] = {}
     place = np.zeros(len(events), dtype=np.int64)
     for family, members in families.items():
         given = np.array([events[i].noise.multiplier for i in members])
@@ -353,7 +354,8 @@ def _columns(events: Sequence[Event]) -> tuple[tuple[Event, ...], np.ndarray]:
 def _strength(histories: Histories) -> np.ndarray:
     """A cheap score that orders histories roughly by epsilon; used to choose, never to promise."""
     weights = np.array([(event.sampling.rate / event.noise.multiplier) ** 2 for event in histories.events])
-    return histories.counts @ weights.reshape(len(histories.events))
+    made: np.ndarray = histories.counts @ weights.reshape(len(histories.events))
+    return made
 
 
 def _is_plain_gaussian(event: Event) -> bool:

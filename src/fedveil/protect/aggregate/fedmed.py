@@ -81,7 +81,8 @@ def falling(public_losses: Sequence[float]) -> bool:
 def _softmax(values: np.ndarray) -> np.ndarray:
     shifted = np.asarray(values, dtype=np.float64)
     weights = np.exp(shifted - shifted.max())
-    return weights / weights.sum()
+    found: np.ndarray = weights / weights.sum()
+    return found
 
 
 def _jensen_shannon(p: np.ndarray, q: np.ndarray) -> float:
