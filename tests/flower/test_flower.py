@@ -159,7 +159,8 @@ def test_each_node_pays_in_its_own_ledger_before_it_replies(tmp_path: Path) -> N
             for r in result["ledger"]
             if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound")
         )
-        assert own.epsilon("server", "example", delta=1e-4) == pytest.approx(stated["epsilon"], rel=0.2)
+        spent = own.spent(0, "server", "example", delta=1e-4)  # by a filter: the server may choose noise as it goes
+        assert spent is not None and 0.8 * stated["epsilon"] <= spent <= 2 * stated["epsilon"]
 
 
 @pytest.mark.parametrize(
