@@ -7,6 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
+import click
 import typer
 
 from fedveil.errors import UserError
@@ -33,7 +34,15 @@ def build() -> typer.Typer:
 def main() -> None:
     """Entry point: wrong input, a full disk or a forbidden folder end with one clear line and exit code 2."""
     try:
-        build()()
+        code = typer.main.get_command(build()).main(prog_name="fedveil", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoSuchOption as wrong:
+        _end(_key_instead(wrong) or wrong.format_message())
+    except click.ClickException as wrong:
+        wrong.show()
+        sys.exit(wrong.exit_code)
+    except click.Abort:
+        sys.exit(1)
     except (UserError, BudgetExceeded) as wrong:
         _end(str(wrong))
     except BrokenPipeError:  # whoever read the output has gone
@@ -48,6 +57,17 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; a run continues with --resume", file=sys.stderr)
         sys.exit(130)
+
+
+def _key_instead(wrong: click.exceptions.NoSuchOption) -> str:
+    """What to write where a key of the configuration was given as an option."""
+    from fedveil.federation.config import RunConfig
+    from fedveil.protect.recipe import KEYS
+
+    key = wrong.option_name.lstrip("-").replace("-", "_")
+    if key not in RunConfig.model_fields and key not in KEYS:
+        return ""
+    return f"{wrong.option_name} is no option: it is a key of the configuration, so write --set {key}=VALUE"
 
 
 def _end(message: str) -> NoReturn:

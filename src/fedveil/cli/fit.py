@@ -71,7 +71,7 @@ def fit(
 
     fedveil fit patients.toml --epsilon 1 --control
     """
-    from fedveil.cli.run import with_progress
+    from fedveil.cli.run import tell, with_progress
     from fedveil.federation.config import pair_of
     from fedveil.federation.fit import carry_out, choose
 
@@ -91,7 +91,9 @@ def fit(
         _show_lines(chosen.lines)
     command = f"fedveil fit {source}"
     facts = with_progress(
-        chosen.config, lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook), as_json
+        chosen.config,
+        lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook, on_start=tell),
+        as_json,
     )
     emit(facts, as_json, lambda: _show(facts))
 

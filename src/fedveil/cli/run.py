@@ -235,9 +235,18 @@ def _job(
                 if call is not None:
                     call(facts)
 
-        return simulate(config, folder, resume=resume, on_round=both, command=command)
+        return simulate(config, folder, resume=resume, on_round=both, command=command, on_start=tell)
 
     return work
+
+
+def tell(prepared: Any) -> None:
+    """Say before the first round what to expect, where that is little."""
+    from fedveil.federation.forecast import forecast
+
+    said = forecast(prepared)
+    if said:
+        print(f"forecast: {said}", file=sys.stderr, flush=True)
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -282,7 +291,7 @@ def compare(
 ) -> None:
     """Run or read several configurations and put them side by side: accuracy, epsilon nominal and sound, time.
 
-    Example:  fedveil compare fed-cdp fed-alpha-cdp-sound --set dataset=digits --seeds 3 --plot pareto.png
+    Example:  fedveil compare digits-start digits-start-server --seeds 3 --plot pareto.png
     """
     from fedveil.report.compare import compare_all, plot_pareto, table_of
 

@@ -19,6 +19,20 @@ def is_function(text: str) -> bool:
     return _SPEC.fullmatch(text) is not None
 
 
+def call(spec: str, function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call the user's function; what it raises becomes one sentence that says where (a `UserError` of its own stays)."""
+    try:
+        return function(**arguments)
+    except UserError:
+        raise
+    except Exception as broken:
+        at = broken.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = "" if at is None else f", {os.path.basename(at.tb_frame.f_code.co_filename)} line {at.tb_lineno}"
+        raise UserError(f"'{spec}' failed: {type(broken).__name__}: {broken}{where}.") from broken
+
+
 def import_function(spec: str) -> Callable[..., Any]:
     """Import what "package.module:function" names, from installed packages or the working directory.
 

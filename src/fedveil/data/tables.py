@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedveil.data.functions import import_function, is_function
+from fedveil.data.functions import call, import_function, is_function
 from fedveil.data.rows import Dataset, Task, split_rows, to_unit
 from fedveil.data.text import encode, is_text
 from fedveil.errors import UserError, did_you_mean
@@ -95,7 +95,7 @@ def from_function(spec: str, *, seed: int = 0, target: str | None = None, **opti
         for option in options:
             if option not in parameters:
                 raise UserError(f"'{spec}' has no parameter '{option}'.{did_you_mean(option, parameters)}")
-    made = function(**options)
+    made = call(spec, function, **options)
     if isinstance(made, Dataset):
         _check(made, spec)
         return made

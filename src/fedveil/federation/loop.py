@@ -26,6 +26,7 @@ from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
+from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
 from fedveil.federation.look import Looked, open_table
 from fedveil.federation.round import (
@@ -726,6 +727,7 @@ def finish(
         "simulated": not config.secure_noise,
         "run": str(folder),
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
+        "forecast": forecast(prepared),
     }
     result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
     result["r2"] = found.get("r2")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fedveil.data.functions import import_function, is_function
+from fedveil.data.functions import call, import_function, is_function
 from fedveil.errors import UserError, did_you_mean
 from fedveil.keys import derive
 
@@ -239,10 +239,8 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(derive(seed, "model")[:7], "little"))
         try:
-            module = make(**arguments)
+            module = make(**arguments) if name in NETS else call(name, make, **arguments)
         except (RuntimeError, ZeroDivisionError) as wrong:
-            if name not in NETS:
-                raise
             raise UserError(
                 f"Model '{name}' does not fit examples of shape {list(size)}: {wrong}."
             ) from wrong

@@ -321,6 +321,8 @@ def _typed(key: str, value: Any) -> Any:
             raise ValueError(f"expected one of {', '.join(WORDS[key])}.{did_you_mean(value, WORDS[key])}")
         if key in WORDS and not isinstance(value, str) and not hasattr(value, "name"):
             raise ValueError(f"expected one of {', '.join(WORDS[key])}, or a part of your own")
+    except UserError as wrong:
+        raise UserError(f"{key} = {value}: {wrong}") from None
     except (TypeError, ValueError, OverflowError) as wrong:
         raise UserError(f"{where} = {value!r}: {wrong}") from None
     return value

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
-from fedveil.federation.loop import run
+from fedveil.federation.forecast import forecast
+from fedveil.federation.loop import Prepared, run
 from fedveil.federation.store import open_run
 
 
@@ -40,9 +42,15 @@ def compare_all(
         if found is None:
             config = load_config(name, [*changes, f"seed={seed}", "report=false"])
             folder = out / f"{Path(name).stem}-{seed}"
-            found = run(config, folder, resume=(folder / "run.json").exists())
+            found = run(config, folder, resume=(folder / "run.json").exists(), on_start=None if quiet else _tell)
         results.setdefault(name, []).append(found)
     return [_row(name, found) for name, found in results.items()]
+
+
+def _tell(prepared: Prepared) -> None:
+    said = forecast(prepared)
+    if said:
+        print(f"forecast for {prepared.task.recipe.name}: {said}", file=sys.stderr, flush=True)
 
 
 def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
