@@ -68,8 +68,9 @@ def tally(columns: int, places: int, multiplier: float, tail: float = 0.0) -> Ta
     """A look at `columns` columns in `places` places altogether (words that may be shown among them)."""
     bound = math.sqrt(columns)
     # A little more noise than asked for: the grid and the sampler take a share of about 1e-3 at most.
-    scale = multiplier * bound * (1 + FINE * math.sqrt(places) + 1e-6)
-    return Tally(Noised(Gaussian(), scale, bound, places, grid=bound * FINE), tail)
+    law, more = Gaussian(), 1 + FINE * math.sqrt(places) + 1e-6
+    scale, shape = law.scale(multiplier * more, bound, places)
+    return Tally(Noised(law, scale, bound, places, shape, grid=bound * FINE), tail)
 
 
 def paid_release(clients: int, event: Event, what: str) -> Release:
