@@ -129,3 +129,34 @@ def test_classes_of_own_arrays_are_given_or_shown_by_public_rows_or_nothing_is_p
                   report=False)  # fmt: skip
     server = [row for row in told.ledger if row["observer"] == "server"]
     assert server and all(row["verdict"] == "none" and "number of classes" in row["reason"] for row in server)
+
+
+def test_a_result_predicts_evaluates_reports_and_shows_itself_shortly(tmp_path):
+    x, y, x_test, y_test = blobs()
+    data = fv.dataset(x, y, x_test, y_test)
+    small = {"clients": 2, "rounds": 2, "local_steps": 2, "batch_size": 8, "report": False}
+    result = fv.run("fed-cdp-sound", data=data, out=tmp_path / "a", **small)
+    guess = result.predict(x_test)
+    assert guess.shape == y_test.shape
+    assert result.evaluate(x_test, y_test)["accuracy"] == pytest.approx(np.mean(guess == y_test)) == result.accuracy
+    assert len(repr(result)) < 250 and "fed-cdp-sound" in repr(result) and "<table>" in result._repr_html_()
+    assert result.report(tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html")
+    with pytest.raises(fv.UserError, match="resume=True") as wrong:
+        fv.run("fed-cdp-sound", data=data, clients=2, rounds=2, out=tmp_path / "a")
+    assert "--" not in str(wrong.value)
+
+
+def test_runs_are_opened_planned_attacked_and_audited_from_python(tmp_path, capsys):
+    small = {"clients": 2, "rounds": 2, "local_steps": 1, "batch_size": 16, "report": False, "out": tmp_path / "a"}
+    result = fv.run("fed-cdp-sound", data="cancer", model="papers-mlp", progress=True, **small)
+    assert "round 2/2" in capsys.readouterr().err
+    run = fv.open_run(tmp_path / "a")
+    for one, other in zip(run.module.state_dict().values(), result.module.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert "2 rounds" in repr(run)
+    found = fv.attack(result, "malicious")
+    assert found["kind"] == "malicious" and (tmp_path / "a" / "attacks" / "malicious.json").exists()
+    assert fv.audit(result, canaries=60)["kind"] == "audit"
+    with pytest.raises(fv.UserError, match="victims"):
+        fv.attack(result, victim=3)
+    assert fv.plan(2.0, clients=20, examples=20000, kind="table").epsilon <= 2.0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +18,94 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fedveil.attacks import campaign
+from fedveil.attacks.audit.loop import Loop, audit_loop
+from fedveil.attacks.leakage.measure import TYPES
+from fedveil.attacks.on_run import on_run
 from fedveil.data.datasets import Dataset
 from fedveil.data.frames import Table
 from fedveil.data.tables import COUNTED
-from fedveil.errors import UserError
-from fedveil.federation import loop, own_loop
+from fedveil.errors import UserError, did_you_mean
+from fedveil.federation import loop, own_loop, planner
 from fedveil.federation.config import GIVEN, load_config, make_config, trusting_code
 from fedveil.federation.loop import OnRound
 from fedveil.federation.own_loop import Private
 from fedveil.federation.store import open_run
-from fedveil.models.layout import layout_of, load
+from fedveil.jsons import plain
+from fedveil.models.layout import flatten
+from fedveil.privacy import checks
 from fedveil.privacy.schedules import Schedule
 from fedveil.protect.catalogue import catalogue, get
 from fedveil.protect.recipe import Recipe, as_text, spell, with_changes
+from fedveil.training.evaluate import evaluate, outputs
 
 
-@dataclass(frozen=True, eq=False)
+@contextmanager
+def _in_python() -> Iterator[None]:
+    """Errors name keywords instead of options of the command line."""
+    try:
+        yield
+    except UserError as wrong:
+        words = str(wrong).replace("--resume", "resume=True")
+        words = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_") + "=…", words)
+        raise UserError(words) from None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Result:
     """A finished (or stopped) run."""
 
     path: Path
     facts: Mapping[str, Any]  # what result.json holds
     module: nn.Module  # the trained model
+    data: Dataset | Table | None = None  # what was given to `run`; a run directory holds none
+
+    def __repr__(self) -> str:
+        quality = f"accuracy {self.accuracy:.3f}" if self.accuracy is not None else f"RMSE {self.facts['test_rmse']:.4g}"
+        sound = [row for row in self.ledger if row["verdict"] == "sound" and row["unit"] == "example"]
+        first = f"epsilon {sound[0]['epsilon']:.3g} ({sound[0]['observer']}, example)" if sound else ""
+        told = first or "no sound promise per example"
+        return f"<Result {self.facts['recipe']} on {self.facts['dataset']}: {quality}, {told}, {self.path}>"
+
+    def _repr_html_(self) -> str:
+        names = ("observer", "unit", "epsilon", "verdict", "reason")
+        rows = [
+            ["none" if row[n] is None else f"{row[n]:.4g}" if n == "epsilon" else row[n] for n in names]
+            for row in self.ledger
+        ]
+        head = "".join(f"<th>{name}</th>" for name in names)
+        body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+        said = escape(str(self.facts.get("judgement") or ""))
+        return f"<p>{escape(repr(self)[1:-1])}<br>{said}</p><table><tr>{head}</tr>{body}</table>"
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        """Classes (or values, for regression) of new rows, given as the dataset's own rows were."""
+        with trusting_code():
+            found = outputs(self.module, flatten(self.module), self._inputs(np.asarray(x))).numpy()
+        return found.reshape(len(found)) if self.accuracy is None else found.argmax(1)
+
+    def evaluate(self, x: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
+        """Accuracy and loss, or RMSE and MAE, on new rows. From private rows these figures carry no noise: keep them."""
+        loss = "squared" if self.accuracy is None else "cross-entropy"
+        with trusting_code():
+            return evaluate(self.module, flatten(self.module), self._inputs(np.asarray(x)), np.asarray(y), loss)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Write the run's HTML page (default: report.html in its folder) and return where it is."""
+        from fedveil.report.page import write_report
+
+        target = Path(path) if path is not None else self.path / "report.html"
+        write_report([self.path], target)
+        return target
+
+    def _inputs(self, x: np.ndarray) -> np.ndarray:
+        """New rows behind the run's fixed features."""
+        config = open_run(self.path).config
+        if isinstance(self.data, Table) or config.table:
+            raise UserError("rows of a table are prepared with its columns: give prepared features to result.module instead")
+        raw = self.data if self.data is not None else loop.raw_data(config)
+        new = replace(raw, x_test=x.astype(raw.x.dtype), y_test=np.zeros(len(x), raw.y.dtype))
+        return loop.with_features(new, config).x_test
 
     @property
     def accuracy(self) -> float | None:
@@ -142,13 +212,23 @@ def run(
     out: str | Path | None = None,
     on_round: OnRound | None = None,
     resume: bool = False,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Train. `name` is a recipe (by name or value), a shipped configuration or a TOML file; `settings` are keys of the
     configuration or parts of the recipe (rounds=5, sigma=1.0, clip_bound=1.0).
 
-    on_round(facts) is called after every round. resume=True continues the run in `out`.
+    on_round(facts) is called after every round. resume=True continues the run in `out`. progress: a line on stderr for every
+    tenth of the rounds (default: in notebooks and terminals).
     """
+    with _in_python():
+        return _run(name, data, model, out, on_round, resume, progress, settings)
+
+
+def _run(
+    name: str | Recipe, data: Dataset | str | None, model: nn.Module | str | None, out: str | Path | None,
+    on_round: OnRound | None, resume: bool, progress: bool | None, settings: Mapping[str, Any],
+) -> Result:  # fmt: skip
     changes = _dotted(settings)
     own = data if isinstance(data, Dataset) else None
     if own is None and data is not None:
@@ -165,8 +245,25 @@ def run(
             config = load_config(name, changes)
     folder = _folder(out)
     with trusting_code():
-        facts = loop.run(config, folder, resume=resume, on_round=on_round, dataset=own, module=module)
-        return _result(folder, facts, config, own, module)
+        told = _told(config, on_round, progress)
+        facts = loop.run(config, folder, resume=resume, on_round=told, dataset=own, module=module)
+        return Result(folder, facts, loop.trained(folder, config, own, module), own)
+
+
+def _told(config: Any, on_round: OnRound | None, progress: bool | None) -> OnRound | None:
+    """The caller's own hook, and lines of progress where somebody reads them."""
+    if progress is None:
+        progress = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not progress:
+        return on_round
+    line = loop.tenths(config, lambda text: print(text, file=sys.stderr, flush=True))
+
+    def both(facts: loop.RoundFacts) -> None:
+        line(facts)
+        if on_round is not None:
+            on_round(facts)
+
+    return both
 
 
 def fit(
@@ -199,9 +296,10 @@ def fit(
         data, epsilon=epsilon, delta=delta, target=target, text=text, observer=observer, clients=clients, seed=seed,
         table=table, **settings,
     )  # fmt: skip
-    folder = Path(out) if out is not None else Path(tempfile.mkdtemp(prefix="fedveil-"))
+    folder = _folder(out)
     facts = carry_out(chosen, folder, control=control, on_round=on_round)
-    return _result(folder, facts, open_run(folder).config, chosen.data, None)
+    config = open_run(folder).config
+    return Result(folder, facts, loop.trained(folder, config, chosen.data), chosen.data)
 
 
 def resume(
@@ -215,9 +313,68 @@ def resume(
     """Continue the run in a directory (own data, modules or recipes are passed again: a run directory holds none)."""
     config = open_run(path).config
     config = config if recipe is None else config.given(recipe)
-    with trusting_code():
+    with trusting_code(), _in_python():
         facts = loop.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
-        return _result(Path(path), facts, config, data, model)
+        return Result(Path(path), facts, loop.trained(Path(path), config, data, model), data)
+
+
+def plan(
+    epsilon: float, *, dataset: str | None = None, examples: int | None = None, clients: int = 100, observer: str = "server",
+    delta: float = 1e-5, kind: str = "images", classes: int = 10, columns: int = 30, public: bool = False,
+) -> planner.Plan:  # fmt: skip
+    """How to train for a budget, and why; the arguments are those of `fedveil plan`. `plan.to_json()` holds every
+    number, `plan.why` the reasons."""
+    with _in_python():
+        checks.positive("epsilon", epsilon)
+        shape = planner.describe(dataset, examples, kind, classes, columns, public)
+        return planner.plan(shape, epsilon=epsilon, delta=delta, clients=clients, observer=observer)
+
+
+def attack(run: Result | str | Path, kind: str = "gradient", **options: Any) -> dict[str, Any]:
+    """Attack a run (gradient, malicious, membership, attribute, decoder or all) and keep the results below it.
+
+    options: victims, seed, shadows, pool, attribute, rounds, and those of gradient attacks (method, leak = "2", "1", "0", …).
+    Returns what the adversary got; with kind="all" one entry per attack.
+    """
+    path = _path(run)
+    known = {"victims": 16, "seed": 0, "shadows": 16, "pool": 1000, "attribute": None, "rounds": ""}
+    gradient = {"method": "veil", "leak": "2", "iterations": None, "restarts": 0, "oracle": False, "update_as": "gradient"}
+    wrong = [key for key in options if key not in {**known, **gradient}]
+    if wrong or kind not in (*campaign.KINDS, "all"):
+        named = wrong[0] if wrong else kind
+        near = did_you_mean(named, [*known, *gradient, "all", *campaign.KINDS])
+        raise UserError(f"attack: unknown {'option' if wrong else 'kind'} '{named}'.{near}")
+    chosen, own = {**known, **options}, {**gradient, **options}
+    if own["leak"] not in TYPES:
+        raise UserError(f"attack: leak = {own['leak']!r}: choose one of {', '.join(TYPES)}.")
+    settings = {key: own[key] for key in gradient if key != "leak"}
+    settings |= {"tap": TYPES[own["leak"]], "victims": chosen["victims"], "seed": chosen["seed"], "aware": None}
+    with _in_python(), trusting_code():
+        found = on_run(
+            path, kind, str(chosen["rounds"]), path / "attacks", settings, chosen["shadows"], chosen["pool"],
+            chosen["attribute"], chosen["victims"], chosen["seed"], None,
+        )  # fmt: skip
+        campaign.summarise(path)
+    return found if kind == "all" else found[kind]
+
+
+def audit(
+    what: Result | str | Path | Loop, *, canaries: int = 1000, seed: int = 0, significance: float = 0.05, **more: Any
+) -> Any:
+    """Test a promise with canaries: of a run (figures as `fedveil audit --json` prints them), or of a training loop of your own
+    (`attacks.audit.loop.audit_loop`: a function of (module, dataset) that trains and returns the epsilon it promises)."""
+    with _in_python(), trusting_code():
+        if callable(what):
+            return audit_loop(what, canaries=canaries, seed=seed, significance=significance, **more)
+        path = _path(what)
+        figures, _ = campaign.audit_run(path, canaries_count=canaries, seed=seed, significance=significance, **more)
+        settings = {"canaries": canaries, "significance": significance, "seed": seed}
+        campaign.save(path / "attacks", "audit", figures, settings)
+        return plain(figures)
+
+
+def _path(run: Result | str | Path) -> Path:
+    return run.path if isinstance(run, Result) else Path(run)
 
 
 def make_private(
@@ -327,17 +484,3 @@ def _config_of(value: Recipe, changes: dict[str, Any]) -> Any:
 
 def _text(value: Any) -> Any:
     return as_text(value) if isinstance(value, Schedule) else value
-
-
-def _result(
-    folder: Path, facts: dict[str, Any], config: Any, own: Dataset | Table | None, module: nn.Module | None
-) -> Result:
-    from safetensors.torch import load_file
-
-    if module is None:
-        prepared = loop.prepare(config, own)
-        module = prepared.task.module
-    names = layout_of(module).names
-    tensors = load_file(folder / "model.safetensors")
-    load(module, np.concatenate([tensors[name].numpy().reshape(-1) for name in names]))
-    return Result(folder, facts, module)

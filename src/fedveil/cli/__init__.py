@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import click
 import typer
@@ -13,7 +14,7 @@ import typer
 from fedveil.errors import UserError
 from fedveil.privacy.ledger.entries import BudgetExceeded
 
-GROUPS = ("fit", "privacy", "data", "run", "plan", "attack", "report", "reproduce", "flower")
+GROUPS = ("fit", "privacy", "data", "run", "demo", "plan", "attack", "report", "reproduce", "flower")
 
 
 def build() -> typer.Typer:
@@ -21,18 +22,40 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="fedveil",
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        help="Train across private data, state what each observer can learn, attack the run to prove it.",
     )
+    app.callback()(_root)
     for group in GROUPS:
         importlib.import_module(f"fedveil.cli.{group}").register(app)
     return app
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from fedveil import __version__
+
+        print(f"fedveil {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train across private data, state what each observer can learn, attack the run to prove it.
+
+    New here?  fedveil run digits-start   ·   fedveil configs   ·   fedveil recipes
+    """
+
+
 def main() -> None:
     """Entry point: wrong input, a full disk or a forbidden folder end with one clear line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII only shows ? for other letters
     try:
         code = typer.main.get_command(build()).main(prog_name="fedveil", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -55,7 +78,7 @@ def main() -> None:
     except MemoryError:
         _end("the input needs more memory than there is: choose fewer clients, rows or steps")
     except KeyboardInterrupt:
-        print("stopped; a run continues with --resume", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         sys.exit(130)
 
 

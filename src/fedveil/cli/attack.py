@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
@@ -126,13 +125,15 @@ def attack(
         result: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
         emit(result, as_json, lambda: _show_gradients(rows))
         return
+    from fedveil.attacks.on_run import on_run
     from fedveil.federation.config import TRUSTED
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     refuse_foreign_code(open_run(run), trust_code)
     TRUSTED.set(trust_code)
-    results = _on_run(
-        run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data
+    results = on_run(
+        run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data,
+        say=lambda text: typer.echo(text, err=True),
     )
     summary = campaign.summarise(run) if out is None else None
     if kind == "all" and summary is not None:
@@ -144,70 +145,6 @@ def attack(
             _show_summary(summary)
 
     emit(results if kind == "all" else results[kind], as_json, show)
-
-
-def _on_run(
-    path: Path, kind: str, rounds: str, folder: Path, options: dict[str, Any], shadows: int, pool: int,
-    attribute: str | None, victims: int, seed: int, data: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The attacks of `kind` on a run directory; each result is written as soon as it is there."""
-    from fedveil.attacks import campaign
-    from fedveil.federation.loop import prepare
-    from fedveil.federation.store import open_run
-
-    run = open_run(path)
-    config = run.config if data is None else run.config.model_copy(update={"data": data})
-    numbers = [int(r) for r in rounds.split(",") if r.strip()] or [run.rounds()[-1] if run.rounds() else 0]
-
-    def gradients() -> Any:
-        jobs = {
-            f"{config.recipe}|round {n}": (
-                config,
-                campaign.initial if n == 0 else lambda _p, n=n: run.state(n),
-            )
-            for n in numbers
-        }
-        if kind == "all":
-            rows = campaign.attack_every_tap(jobs, prepare(config), out=folder, **options)
-        else:
-            rows = campaign.attack_gradients(jobs, out=folder, **options)
-        return rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
-
-    def memberships() -> Any:
-        known = [n for n in run.rounds() if n > 0]
-        steps = known[:: max(1, len(known) // 8)] if len(known) > 1 else []
-        return campaign.attack_membership(
-            prepare(config), campaign.final_weights(run), shadows_count=shadows, pool_size=pool, seed=seed,
-            path=np.stack([run.state(n).weights for n in steps]) if len(steps) > 1 else None,
-        )  # fmt: skip
-
-    def on_model(attack_on: Any, **more: Any) -> Any:
-        return attack_on(prepare(config), campaign.final_weights(run), seed=seed, **more)
-
-    attacks: dict[str, Any] = {
-        "gradient": gradients,
-        "malicious": lambda: campaign.attack_malicious(prepare(config), seed=seed),
-        "exact": lambda: campaign.attack_exact(prepare(config), seed=seed),
-        "membership": memberships,
-        "attribute": lambda: on_model(campaign.attack_attribute, name=attribute),
-        "decoder": lambda: on_model(campaign.attack_decoder, victims=victims, out=folder),
-    }
-    settings = {
-        "victims": victims,
-        "seed": seed,
-        "shadows": shadows,
-        "pool": pool,
-        "rounds": rounds,
-        **options,
-    }
-    if kind != "all":
-        found = attacks[kind]()
-        campaign.save(folder, kind, found, settings)
-        return {kind: found}
-    attacks["audit"] = lambda: campaign.audit_run(path, seed=seed)[0]
-    return campaign.one_after_the_other(
-        folder, attacks, settings, say=lambda text: typer.echo(text, err=True)
-    )
 
 
 def audit(
@@ -400,16 +337,27 @@ def _show(results: dict[str, Any]) -> None:
             )
 
 
+MEANING = {
+    "promise holds": "the {status} promise was tested, and half its noise would have been noticed.",
+    "promise broken": "the canaries show more than the {status} promise allows.",
+    "not enough evidence": "nothing contradicts the {status} promise, but a broken one might look the same.",
+}
+
+
 def show_audit(found: dict[str, Any]) -> None:
-    """What an audit found, for people."""
+    """What an audit found, for people: the seat, the promise, what was shown, one sentence, and the next step."""
+    from fedveil.attacks.verdicts import SEATS
+
+    observer, lower = str(found["observer"]), figure(found["epsilon_lower"])
+    seat = SEATS.get(observer, observer)
     promised = "nothing finite" if found["epsilon_promised"] is None else figure(found["epsilon_promised"])
-    print(
-        f"{found['verdict'].upper()} ({found['status']} promise, {found['unit']} level, observer {found['observer']})"
-    )
-    print(f"epsilon promised: {promised} at delta {found['delta']:g}")
-    print(f"epsilon shown by {found['canaries']} canaries: at least {figure(found['epsilon_lower'])}")
-    print(f"ceiling of this sample size: {figure(found['ceiling'])}")
+    print(f"{found['verdict'].upper()}: {MEANING[found['verdict']].format(status=found['status'])}")
+    print(f"Seat: {seat} ({observer}), about one {found['unit']}.")
+    print(f"Promised there: epsilon {promised} at delta {found['delta']:g} ({found['status']}).")
+    print(f"Shown by {found['canaries']} canaries: epsilon at least {lower}; they could show {figure(found['ceiling'])} at most.")
     print(found["reason"] + ".")
+    if found["verdict"] == "not enough evidence" and found["epsilon_promised"] is not None:
+        print("Next: fedveil audit RUN --plan says how many canaries it takes; then fedveil audit RUN --canaries N.")
     bits = found.get("low_bits")
     if bits:
         told = f"not looked at: {bits['reason']}" if bits["reason"] else (

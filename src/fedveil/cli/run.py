@@ -18,8 +18,8 @@ from fedveil.errors import UserError
 def register(app: typer.Typer) -> None:
     app.command()(run)
     app.command()(recipes)
+    app.command()(configs)
     app.command()(compare)
-    app.command()(demo)
 
 
 SetOption = Annotated[
@@ -71,16 +71,22 @@ def run(
     if trust_code:
         TRUSTED.set(True)
     config = load_config(name, changes)
-    if resume and out is not None and (out / "run.json").exists() and not change:
+    if resume and out is not None and (out / "run.json").exists():
         before = open_run(out)
         refuse_foreign_code(before, trust_code)
-        config = before.config
+        given = {text.partition("=")[0].strip() for text in change}
+        if given <= type(config).model_fields.keys():  # the run's own settings, with what was given now
+            config = before.config.model_copy(update={key: getattr(config, key) for key in given})
     if audit and not config.built_recipe().private:
         raise UserError(f"--audit: recipe '{config.recipe}' adds no noise, so there is no promise to test.")
     folder = out or Path("runs") / f"{config.name or config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = "fedveil run " + " ".join([name, *(f"--set {text}" for text in changes)])
-    with _tracker(track, folder, config) as send:
-        result = with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
+    try:
+        with _tracker(track, folder, config) as send:
+            result = with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
+    except KeyboardInterrupt:
+        print(stopped_at(folder, name), file=sys.stderr)
+        raise typer.Exit(130) from None
     found, code = _audit(folder) if audit else (None, 0)
     if config.report:
         _write_report([folder], folder / "report.html")
@@ -96,6 +102,19 @@ def run(
         raise typer.Exit(code)
 
 
+def stopped_at(folder: Path, name: str) -> str:
+    """Where an interrupted run stands and how to go on."""
+    from fedveil.federation.store import checkpoints
+
+    if not (folder / "run.json").exists():
+        return "stopped before the first round; nothing was written"
+    kept = max(checkpoints(folder / "checkpoints"), default=0)
+    return (
+        f"stopped; rounds up to {kept} are kept in {folder}, and what was released is in its ledger. Go on with:\n"
+        f"  fedveil run {name} --resume --out {folder}"
+    )
+
+
 def _audit(folder: Path) -> tuple[dict[str, Any], int]:
     """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
     from fedveil.attacks import campaign
@@ -107,12 +126,16 @@ def _audit(folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
-    """Run `work(callback)` behind a progress bar on a terminal; silently otherwise."""
+    """Run `work(callback)` behind a progress bar on a terminal; elsewhere with a line for every tenth of the rounds."""
     from rich.console import Console
 
+    from fedveil.federation.loop import standing, tenths
+
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         return work(None)
+    if not console.is_terminal:
+        return work(tenths(config, lambda line: print(line, file=sys.stderr, flush=True)))
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -124,22 +147,14 @@ def with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=config.rounds, shown="")
+        return work(lambda facts: progress.update(bar, completed=facts.round, shown=standing(config.observer, facts.metrics)))
 
-        def hook(facts: Any) -> None:
-            accuracy = facts.metrics.get("test_accuracy")
-            rmse = facts.metrics.get("test_rmse")
-            shown = (
-                f"accuracy {accuracy:.3f}"
-                if accuracy is not None
-                else f"rmse {rmse:.3f}"
-                if rmse is not None
-                else ""
-            )
-            epsilon = facts.metrics.get("epsilon")
-            shown += f"  epsilon({config.observer}) {epsilon:.3f}" if epsilon is not None else ""
-            progress.update(bar, completed=facts.round, shown=shown)
 
-        return work(hook)
+def train_and_show_progress(config: Any, folder: Path, command: str, quiet: bool) -> dict[str, Any]:
+    """A run of its own, with the progress that `fedveil run` shows; what result.json holds."""
+    from fedveil.federation.loop import run as simulate
+
+    return with_progress(config, _job(simulate, config, folder, command), quiet)
 
 
 def _write_report(folders: list[Path], path: Path) -> None:
@@ -184,37 +199,6 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the two runs and the report.")] = Path("runs/demo"),
-    as_json: JsonOption = False,
-) -> None:
-    """Train Fed-alpha-CDP and its sound sibling on embedded data and show accuracy and promises side by side.
-
-    Example:  fedveil demo --out runs/demo
-    """
-    import shutil
-
-    from fedveil.federation.config import load_config
-    from fedveil.federation.loop import run as simulate
-
-    results = []
-    for name in ("demo-alpha", "demo-sound"):
-        config, folder = load_config(name), out / name
-        if folder.exists() and (folder / "run.json").is_file():
-            shutil.rmtree(folder)
-        command = f"fedveil run {name}"
-        results.append(with_progress(config, _job(simulate, config, folder, command), as_json))
-        _write_report([folder], folder / "report.html")
-    _write_report([out / "demo-alpha", out / "demo-sound"], out / "report.html")
-    if as_json:
-        print(json.dumps(results))
-        return
-    for result in results:
-        _show(result)
-        print()
-    print(f"Both runs side by side: {out / 'report.html'}")
-
-
 def _tracker(kind: str | None, folder: Path, config: Any) -> Any:
     """A context that gives a callback per round, or None where nothing is tracked."""
     if kind is None:
@@ -249,6 +233,15 @@ def tell(prepared: Any) -> None:
         print(f"forecast: {said}", file=sys.stderr, flush=True)
 
 
+START_HERE = ("sum-cdp", "fed-cdp-sound", "fed-alpha-cdp-sound", "dp-fedavg", "non-private")
+FAMILIES = {
+    "federated": "Across clients",
+    "central": "In one place (the DP-dyn family)",
+    "local": "Reports of single weights (LDP-FL)",
+    "baseline": "To compare with",
+}
+
+
 def recipes(as_json: JsonOption = False) -> None:
     """List every recipe: clip, sensitivity, sigma, place of the noise, and the verdict for each observer.
 
@@ -267,13 +260,36 @@ def recipes(as_json: JsonOption = False) -> None:
     for column in ("recipe", "clip", "S", "sigma", "noise", "server", "client-process", "public"):
         table.add_column(column, overflow="fold")
     colours = {"sound": "green", "nominal": "yellow", "none": "red"}
-    for row in rows:
-        marks = [
-            f"[{colours[row['verdicts'][o]]}]{row['verdicts'][o]}[/]"
-            for o in ("server", "client-process", "public")
-        ]
-        table.add_row(row["name"], row["clip"], row["sensitivity"], row["sigma"], row["where"], *marks)
+    groups = {"Start here": [row for name in START_HERE for row in rows if row["name"] == name]}
+    for family, title in FAMILIES.items():
+        groups[title] = [row for row in rows if row["family"] == family and row["name"] not in START_HERE]
+    for title, members in groups.items():
+        table.add_row(f"[bold]{title}[/]")
+        for row in members:
+            marks = [
+                f"[{colours[row['verdicts'][o]]}]{row['verdicts'][o]}[/]"
+                for o in ("server", "client-process", "public")
+            ]
+            table.add_row("  " + row["name"], row["clip"], row["sensitivity"], row["sigma"], row["where"], *marks)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def configs(as_json: JsonOption = False) -> None:
+    """List the shipped configurations, with one line each: `fedveil run NAME` trains one.
+
+    Example:  fedveil configs
+    """
+    from fedveil.federation.config import shipped, summary_of
+
+    rows = [{"name": name, "summary": summary_of(text)} for name, text in shipped().items()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from fedveil.cli.common import print_table
+
+    first = sorted((row for row in rows if "start" in row["name"]), key=lambda row: row["name"])
+    ordered = [*first, *(row for row in rows if row not in first)]
+    print_table("Shipped configurations", ["name", "what it is"], [[row["name"], row["summary"]] for row in ordered])
 
 
 def compare(

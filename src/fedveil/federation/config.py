@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,6 +237,16 @@ def shipped() -> dict[str, str]:
         return {}
     found = [item for item in folder.iterdir() if item.name.endswith(".toml")]
     return {item.name[:-5]: item.read_text("utf-8") for item in sorted(found, key=lambda i: i.name)}
+
+
+def summary_of(text: str) -> str:
+    """The first sentence of the comment that a configuration begins with."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    return re.split(r"\.(?:\s|$)", " ".join(lines))[0].rstrip(".:")
 
 
 def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:

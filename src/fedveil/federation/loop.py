@@ -112,16 +112,7 @@ def prepare(
     if isinstance(dataset, Table) or (dataset is None and config.table):
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None)
     elif dataset is None:
-        own_options: dict[str, Any] = {"text": config.text} if config.text else {}
-        dataset = load(
-            config.dataset,
-            root=config.data,
-            seed=config.split_seed,
-            validation=config.validation,
-            target=config.target,
-            limit=config.limit,
-            **own_options,
-        )
+        dataset = raw_data(config)
     dataset = with_features(dataset, config)
     check_config(config)
     check_device(config.device)
@@ -186,6 +177,20 @@ def prepare(
     engine, reason = engine_of(task, initial, dealt, config)
     task = replace(task, setting=replace(task.setting, engine=engine))
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
+
+
+def raw_data(config: RunConfig) -> Dataset:
+    """The configuration's dataset as it is read, before any features."""
+    own_options: dict[str, Any] = {"text": config.text} if config.text else {}
+    return load(
+        config.dataset,
+        root=config.data,
+        seed=config.split_seed,
+        validation=config.validation,
+        target=config.target,
+        limit=config.limit,
+        **own_options,
+    )
 
 
 def with_features(dataset: Dataset, config: RunConfig) -> Dataset:
@@ -399,6 +404,24 @@ def run(
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
+def standing(observer: str, metrics: Mapping[str, Any]) -> str:
+    """A round's result in a few words, for progress displays."""
+    accuracy, rmse, epsilon = (metrics.get(name) for name in ("test_accuracy", "test_rmse", "epsilon"))
+    shown = f"accuracy {accuracy:.3f}" if accuracy is not None else f"rmse {rmse:.3f}" if rmse is not None else ""
+    return (shown + (f"  epsilon({observer}) {epsilon:.3f}" if epsilon is not None else "")).strip()
+
+
+def tenths(config: RunConfig, write: Callable[[str], None]) -> OnRound:
+    """A callback that writes a line for every tenth of the rounds, where there is no terminal to draw a bar on."""
+    step = max(1, math.ceil(config.rounds / 10))
+
+    def hook(facts: RoundFacts) -> None:
+        if facts.round % step == 0 or facts.round == config.rounds:
+            write(f"round {facts.round}/{config.rounds}  {standing(config.observer, facts.metrics)}")
+
+    return hook
+
+
 def play(
     prepared: Prepared,
     folder: Path,
@@ -492,7 +515,14 @@ def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
     changed = [
         k for k in RunConfig.model_fields if k not in free and getattr(before, k) != getattr(prepared.config, k)
     ]
-    if changed:
+    config = prepared.config
+    longer = changed == ["rounds"] and config.rounds > before.rounds
+    if longer and prepared.task.recipe.private:
+        raise UserError(
+            f"--resume: {folder} was planned for {before.rounds} rounds. Adding rounds after its results were seen is not "
+            "covered by its promise; start a new run with the rounds you want, or with target_epsilon as their limit"
+        )
+    if changed and not (longer and config.learning_rate_end is None and not config.average):
         raise UserError(f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead")
 
 
@@ -502,6 +532,9 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
     state = start(prepared.task, prepared.initial)
     check_folder(prepared, folder, resume)
     if (folder / "run.json").exists():
+        facts = store.read_json(folder / "run.json")
+        if facts["config"]["rounds"] != config.rounds:  # more rounds without privacy; the identity stays: the ledger has it
+            store.write_json(folder / "run.json", {**facts, "config": config.model_dump()})
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
@@ -766,3 +799,17 @@ def save_model(path: Path, weights: np.ndarray, layout: Layout) -> None:
 
     named = unflatten(torch.as_tensor(weights), layout)
     store.write_atomic(path, save({name: np.ascontiguousarray(t.numpy()) for name, t in named.items()}))
+
+
+def trained(folder: Path, config: RunConfig, dataset: Dataset | Table | None = None, module: Any = None) -> Any:
+    """The module with the weights that a finished run saved."""
+    from safetensors.numpy import load_file
+
+    from fedveil.models.layout import load as load_weights
+
+    path = folder / "model.safetensors"
+    if not path.exists():
+        raise UserError(f"{folder} has no model yet: the run is not finished; continue it with --resume")
+    module = prepare(config, dataset).task.module if module is None else module
+    tensors = load_file(path)
+    return load_weights(module, np.concatenate([tensors[name].reshape(-1) for name in layout_of(module).names]))

@@ -271,6 +271,19 @@ class Run:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None
 
+    @property
+    def module(self) -> Any:
+        """The trained model: built anew, with the weights of model.safetensors."""
+        from fedveil.federation.loop import trained
+
+        refuse_foreign_code(self, False)
+        return trained(self.path, self.config)
+
+    def __repr__(self) -> str:
+        done = self.result
+        told = "not finished" if done is None else f"{done['rounds']} rounds, {done['stopped']}"
+        return f"<Run {self.config.recipe} on {self.config.dataset}: {told}, {self.path}>"
+
     def ledger(self, rounds: int | None = None) -> Any:
         """The run's ledger, opened for reading, as it was after that many rounds if given."""
         from fedveil.privacy.ledger import Ledger

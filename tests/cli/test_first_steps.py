@@ -1,0 +1,107 @@
+"""The first things people type: version, help, lists, progress without a terminal, an interrupt, more rounds, ASCII terminals."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from fedveil import cli
+from fedveil.federation import loop
+from fedveil.federation.config import shipped
+
+SMALL = ["--set", "clients=2", "--set", "local_steps=1", "--set", "batch_size=8", "--set", "report=false"]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Call the program in this process: (exit code, stdout, stderr)."""
+
+    def calling(*words):
+        monkeypatch.setattr(sys, "argv", ["fedveil", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return calling
+
+
+def test_version_help_and_completion_are_where_people_look(call):
+    import fedveil
+
+    assert call("--version")[1] == f"fedveil {fedveil.__version__}\n"
+    assert "--install-completion" in call("-h")[1]
+    assert "NAME_OR_TOML" in call("run", "-h")[1]
+
+
+def test_every_shipped_configuration_is_listed_with_a_line(call):
+    rows = json.loads(call("configs", "--json")[1])
+    assert [row["name"] for row in rows] == list(shipped())
+    assert all(10 < len(row["summary"]) < 250 for row in rows)
+    said = call("configs")[1]
+    assert said.index("digits-start ") < said.index("adult-headline-a")
+
+
+def test_recipes_begin_with_where_to_start_and_lose_none(call):
+    said = call("recipes")[1]
+    names = [row["name"] for row in json.loads(call("recipes", "--json")[1])]
+    assert said.index("Start here") < said.index("sum-cdp") < said.index("Across clients")
+    words = said.split()
+    assert all(words.count(name) == 1 for name in names)
+
+
+def test_a_terminal_that_knows_ascii_only_is_no_reason_to_fail(call, monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    code, _, said = call("recipes")
+    assert code == 0, said
+    narrow.flush()
+    assert b"linear 6" in narrow.buffer.getvalue()
+
+
+def test_without_a_terminal_rounds_are_told_in_lines(call, tmp_path):
+    code, _, said = call("run", "fed-cdp-sound", *SMALL, "--set", "rounds=3", "--out", tmp_path / "a")
+    assert code == 0 and "round 1/3" in said and "round 3/3" in said, said
+
+
+def test_an_interrupt_says_where_it_stopped_and_how_to_go_on(call, tmp_path, monkeypatch):
+    real, played = loop.record_round, []
+
+    def interrupted(*args):
+        played.append(real(*args))
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        return played[-1]
+
+    monkeypatch.setattr(loop, "record_round", interrupted)
+    words = ("run", "fed-cdp-sound", *SMALL, "--set", "rounds=4", "--set", "checkpoint_every=1", "--out", tmp_path / "a")
+    code, _, said = call(*words)
+    assert code == 130 and "rounds up to 1 are kept" in said
+    assert f"fedveil run fed-cdp-sound --resume --out {tmp_path / 'a'}" in said.replace("\n", " ")
+    monkeypatch.setattr(loop, "record_round", real)
+    code, out, said = call("run", "fed-cdp-sound", "--resume", "--out", tmp_path / "a", "--json")
+    assert code == 0 and json.loads(out)["rounds"] == 4, said
+
+
+def test_more_rounds_only_where_nothing_is_promised(call, tmp_path):
+    plain, private = tmp_path / "plain", tmp_path / "private"
+    for name, folder in (("non-private", plain), ("fed-cdp-sound", private)):
+        assert call("run", name, *SMALL, "--set", "rounds=2", "--out", folder)[0] == 0
+    code, out, said = call("run", "non-private", "--set", "rounds=4", "--resume", "--out", plain, "--json")
+    assert code == 0 and json.loads(out)["rounds"] == 4, said
+    code, _, said = call("run", "fed-cdp-sound", "--set", "rounds=4", "--resume", "--out", private)
+    assert code == 2 and "covered by its promise" in said
+
+
+def test_a_device_that_is_not_there_is_one_clear_line(call, tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    code, _, said = call("run", "fed-cdp-sound", "--set", "device=cuda", "--out", tmp_path / "a")
+    assert code == 2 and "device = cpu" in said and "Traceback" not in said
+    assert not (tmp_path / "a").exists()
