@@ -101,7 +101,8 @@ def test_nothing_is_written_before_the_look_is_charged(tmp_path, monkeypatch):
 def test_regression_reports_its_error_in_the_targets_units(tmp_path):
     data = columns()
     data.pop("outcome")
-    result = fv.fit(data, target="days", group="site", task="regression", epsilon=4, out=tmp_path / "run")
+    few = {"rounds": 50}
+    result = fv.fit(data, target="days", group="site", task="regression", epsilon=4, settings=few, out=tmp_path / "run")
     assert result.facts["r2"] > 0.2 and result.facts["learned"] is True
     assert 0 < result.facts["rmse_in_units"] < 5
 

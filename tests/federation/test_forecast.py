@@ -18,6 +18,12 @@ def test_two_classes_are_not_said_to_stay_at_chance():
     assert "less than this data allows" in said and "chance" not in said
 
 
+def test_a_layer_on_fixed_features_is_not_said_to_stay_at_chance():
+    """`fedveil fit digits --epsilon 1 --observer server` reaches 0.74: less than possible, but no guess."""
+    run = prepare(load_config("fed-cdp-sound", ["dataset=digits", "model=logistic"]))
+    assert noise_to_signal(run) > DROWNED and "less than this data allows" in forecast(run) and "chance" not in forecast(run)
+
+
 def test_the_first_runs_are_not_warned_of():
     for name in ("digits-start", "digits-start-server"):
         run = prepare(load_config(name))

@@ -1,9 +1,10 @@
 """Will this run learn? A cheap forecast before the first round, from public facts alone: noise against the largest signal.
 
 The ratio is the expected length of all noise together over the largest possible length of all bounded contributions
-together. It counts noise in every direction, also in those that no class needs, so it is a rough guide and says most where
-classes are many: sigma = 6 with small batches gives 0.56 on the ten digits, where accuracy stays near chance (0.2), and 1.0 on
-cancer, whose two classes are still told apart (0.87, where 0.97 is possible). Planned runs lie below 0.1.
+together. It counts noise in every direction, also in those that no class needs, so it is a rough guide. For nets of several
+layers and many classes it says most: sigma = 6 with small batches gives 0.56 on the ten digits, where accuracy stays near
+chance (0.2), and 1.0 on cancer, whose two classes are still told apart (0.87, where 0.97 is possible). A single layer on fixed
+features bears more: at 0.15 it reaches 0.91 on the digits, at 0.45 still 0.74, where 0.975 is possible.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedveil.protect.place import InSum
 if TYPE_CHECKING:
     from fedveil.federation.loop import Prepared
 
-WEAK, DROWNED = 0.12, 0.3
+WEAK, WEAK_LAYER, DROWNED = 0.12, 0.3, 0.3  # the second for models of one layer
 MANY = 10  # classes
 
 
@@ -49,12 +50,13 @@ def noise_to_signal(prepared: Prepared) -> float | None:
 def forecast(prepared: Prepared) -> str:
     """What to expect, in one sentence, where that is little; "" where nothing speaks against learning."""
     ratio = noise_to_signal(prepared)
-    if ratio is None or ratio < WEAK:
+    deep = prepared.task.setting.layers > 1
+    if ratio is None or ratio < (WEAK if deep else WEAK_LAYER):
         return ""
     config = prepared.config
     about = prepared.task.recipe.about.paper
     whose = f"this is the setting of its paper ({about}); " if about and about != "fedveil" else ""
-    chance = ratio >= DROWNED and (prepared.dataset.classes or 0) >= MANY
+    chance = deep and ratio >= DROWNED and (prepared.dataset.classes or 0) >= MANY
     expect = "expect about chance accuracy" if chance else "expect clearly less than this data allows"
     return (
         f"noise to largest possible signal over the whole run is {ratio:.2g}: {whose}{expect}. Try `fedveil fit "
