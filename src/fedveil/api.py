@@ -272,7 +272,7 @@ def fit(
     epsilon: float,
     target: str | None = None,
     group: str | None = None,
-    delta: float = 1e-5,
+    delta: float | None = None,
     observer: str = "sum",
     clients: int | None = None,
     text: str | None = None,

@@ -8,7 +8,7 @@ import pytest
 import fedveil as fv
 from fedveil.errors import UserError
 from fedveil.federation import loop
-from fedveil.federation.fit import choose
+from fedveil.federation.fit import choose, usual_delta
 from fedveil.privacy.ledger import Ledger
 
 
@@ -133,6 +133,11 @@ def test_arrays_and_pictures_are_taken(tmp_path):
     assert fv.fit((x, y), epsilon=8, clients=3, out=tmp_path / "a").accuracy > 0.7  # the line between the classes gives 0.84
     with pytest.raises(UserError, match="one target per row"):
         choose((x, y[:-1]), epsilon=8)
+
+
+def test_delta_shrinks_with_the_number_of_rows():
+    assert [usual_delta(n) for n in (100, 10_000, 10_001, 126_700, 10**6)] == [1e-5, 1e-5, 1e-6, 1e-7, 1e-7]
+    assert all(usual_delta(n) * n <= 0.1 + 1e-12 for n in (3, 9_999, 50_000, 10**7))
 
 
 def test_clients_and_groups_must_agree():

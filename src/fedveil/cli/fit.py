@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedveil.cli.common import DeltaOption, JsonFlag, emit
+from fedveil.cli.common import JsonFlag, emit
 from fedveil.errors import UserError
 
 
@@ -48,7 +48,9 @@ def fit(
         str | None, typer.Option(help="sum: only the sum over all sites is seen. server: sees every site's update.")
     ] = None,
     clients: Annotated[int | None, typer.Option(min=1, help="Clients, where no column names sites.")] = None,
-    delta: DeltaOption = 1e-5,
+    delta: Annotated[
+        float | None, typer.Option(help="The delta of the promise (default: 1e-5, less for more than 10,000 rows).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of split and simulated noise.")] = 0,
     control: Annotated[bool, typer.Option("--control", help="Also fit without privacy, for comparison (not private).")] = False,
     change: Annotated[list[str], typer.Option("--set", help="Change a key of the run: rounds=40, secure_noise=true.")] = [],

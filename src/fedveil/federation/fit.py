@@ -49,17 +49,19 @@ class Chosen:
 
 
 def choose(
-    source: Any, *, epsilon: float, delta: float = 1e-5, target: str | None = None, text: str | None = None,
+    source: Any, *, epsilon: float, delta: float | None = None, target: str | None = None, text: str | None = None,
     observer: str = "sum", clients: int | None = None, seed: int = 0, data: str | None = None, name: str = "",
     table: Mapping[str, Any] = {}, **settings: Any,
 ) -> Chosen:  # fmt: skip
     """Choose features, model, recipe, noise and rounds for this data and budget.
 
     source: a file, a folder of pictures, a built-in name, or anything `data.frames.read` takes. table: as `[table]` in a
-    configuration. observer: "sum" (only the sum over the sites is seen) or "server" (sees every site's update). settings:
-    further keys of the configuration, which win over what is chosen.
+    configuration. delta: by default `usual_delta`. observer: "sum" (only the sum over the sites is seen) or "server" (sees
+    every site's update). settings: further keys of the configuration, which win over what is chosen.
     """
-    epsilon, delta = checks.positive("epsilon", epsilon), checks.delta(delta, "delta")
+    epsilon = checks.positive("epsilon", epsilon)
+    if delta is not None:
+        checks.delta(delta, "delta")
     if observer not in ("sum", "server"):
         raise UserError(f"observer = {observer}: use sum (sees only the sum over all sites) or server (sees every update).")
     if isinstance(source, str) and source in CATALOGUE:
@@ -69,10 +71,17 @@ def choose(
         own = read(source, name)
         named = {"dataset": str(source)} if isinstance(source, str) or hasattr(source, "__fspath__") else {"dataset": own.name}
     if isinstance(own, Table):
+        delta = usual_delta(len(own)) if delta is None else delta
         return _table(own, source, named, epsilon, delta, observer, clients, seed, target, text, table, settings)
     if table and source not in CATALOGUE:
         raise UserError(f"{own.name}: options of columns ({', '.join(table)}) are for tables with named columns.")
+    delta = usual_delta(len(own)) if delta is None else delta
     return _arrays(own, named, epsilon, delta, observer, clients, seed, settings)
+
+
+def usual_delta(rows: int) -> float:
+    """1e-5, or the power of ten at or below a tenth of 1 / rows, where that is smaller. The number of rows is public."""
+    return min(1e-5, 10.0 ** math.floor(-math.log10(10 * rows)))
 
 
 def _table(
