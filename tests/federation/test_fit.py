@@ -131,6 +131,8 @@ def test_arrays_and_pictures_are_taken(tmp_path):
     y = np.arange(300) % 2
     x = random.normal(0, 1, (300, 4)) + y[:, None]
     assert fv.fit((x, y), epsilon=8, clients=3, out=tmp_path / "a").accuracy > 0.7  # the line between the classes gives 0.84
+    with pytest.raises(UserError, match="for tables with named columns"):
+        choose((np.zeros((20, 1, 8, 8)), np.arange(20) % 2), epsilon=8, table={"drop": ["a"]})
     with pytest.raises(UserError, match="one target per row"):
         choose((x, y[:-1]), epsilon=8)
 

@@ -202,7 +202,8 @@ def sheet_of(source: Any, columns: Columns, seed: int) -> Sheet:
     if columns.group:
         _needed(table, columns.group, "group")
     tested, train, test = _parts(table, columns, seed)
-    groups, names = None, ()
+    groups: np.ndarray | None = None
+    names: tuple[str, ...] = ()
     if columns.group:
         found, numbered, counts = np.unique(words(table.columns[columns.group]), return_inverse=True, return_counts=True)
         if (counts < 2).any():

@@ -64,16 +64,17 @@ def choose(
         checks.delta(delta, "delta")
     if observer not in ("sum", "server"):
         raise UserError(f"observer = {observer}: use sum (sees only the sum over all sites) or server (sees every update).")
-    if isinstance(source, str) and source in CATALOGUE:
-        found = load(source, root=data, seed=seed, target=target, **table)
-        own, named = found, {"dataset": source, **({"data": data} if data else {}), **({"target": target} if target else {})}
+    built_in = isinstance(source, str) and source in CATALOGUE
+    if built_in:
+        own: Table | Dataset = load(source, root=data, seed=seed, target=target, **table)
+        named = {"dataset": source, **({"data": data} if data else {}), **({"target": target} if target else {})}
     else:
         own = read(source, name)
         named = {"dataset": str(source)} if isinstance(source, str) or hasattr(source, "__fspath__") else {"dataset": own.name}
     if isinstance(own, Table):
         delta = usual_delta(len(own)) if delta is None else delta
         return _table(own, source, named, epsilon, delta, observer, clients, seed, target, text, table, settings)
-    if table and source not in CATALOGUE:
+    if table and not built_in:
         raise UserError(f"{own.name}: options of columns ({', '.join(table)}) are for tables with named columns.")
     delta = usual_delta(len(own)) if delta is None else delta
     return _arrays(own, named, epsilon, delta, observer, clients, seed, settings)

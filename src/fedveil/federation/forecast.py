@@ -34,7 +34,7 @@ def noise_to_signal(prepared: Prepared) -> float | None:
     if not values:
         return None
     signal = recipe.clip.joint(now.bounds[0], setting.layers)
-    times = setting.rounds
+    times = float(setting.rounds)
     if recipe.place.in_steps:
         signal *= recipe.batches.constant(min(setting.batch, size), size)
         times *= max(1.0, setting.cohort) * setting.steps

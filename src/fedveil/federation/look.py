@@ -89,9 +89,10 @@ def looked_from_json(data: Any) -> Looked:
     """The inverse of `Looked.to_json`."""
     try:
         known = dict(data["known"])
-        scales = tuple(
-            Scale(**{k: tuple(v) if isinstance(v, list) else v for k, v in scale.items()}) for scale in known.pop("scales")
-        )
+        read: list[dict[str, Any]] = [
+            {k: tuple(v) if isinstance(v, list) else v for k, v in scale.items()} for scale in known.pop("scales")
+        ]
+        scales = tuple(Scale(**values) for values in read)
         known["classes"] = tuple(known["classes"])
         paid = tuple(Paid(p["what"], event_from_json(p["event"]), p["made"]) for p in data["paid"])
         return Looked(Known(scales, **known), paid)
@@ -218,7 +219,7 @@ def look(sheet: Sheet, holders: Sequence[np.ndarray], cost: Price, observer: str
     fine: dict[str, np.ndarray] = {}
     if again:
         second = tally(len(again), len(again) * FINE, cost.multiplier)
-        ends = {c: (rough.get(c) or target) for c in again}
+        ends = rough if target is None else {**rough, sheet.columns.target: target}
         fine = _count(sheet, again, parts, second, derive(root, "look", 2), lambda cells, c: _finely(cells, ends[c]), FINE)
         spread = second.deviation * math.sqrt(len(parts))
         paid.append(Paid("a noised look at ranges", second.event(), _hash([fine])))
