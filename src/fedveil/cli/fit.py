@@ -189,5 +189,6 @@ def _show(facts: dict[str, Any]) -> None:
                 f" ({row['reason']})" if row["verdict"] != "sound" else ""))  # fmt: skip
     if facts["simulated"]:
         print(f"{'noise':<9}seeded, for a simulation: promises hold when deployed with secret noise (--set secure_noise=true)")
-    print(f"{'kept':<9}{facts['run']}: model.safetensors, table.json, ledger (explained by `fedveil ledger {facts['run']}`)")
+    constants = ", table.json (constants of the columns)" if (Path(facts["run"]) / "table.json").exists() else ""
+    print(f"{'kept':<9}{facts['run']}: model.safetensors{constants}, ledger (explained by `fedveil ledger {facts['run']}`)")
     print(facts["verdict"])
