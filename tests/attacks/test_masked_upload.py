@@ -29,10 +29,10 @@ def prepared():
 
 
 def _received(prepared, client: int, row: int, trial: int, masked: bool) -> np.ndarray:
-    """What arrives of a client whose batch is this one row; without masks a gradient without noise."""
-    task = replace(prepared.task, root=trial, secure=prepared.task.secure if masked else None)
+    """What arrives of a client whose batch is this one row; without masks the update as the client made it, without noise."""
+    task = replace(prepared.task, root=trial)
     state = start(task, prepared.initial)
-    return view(task, state, "type0", client, np.array([row])).values[0].astype(np.float64)
+    return view(task, state, "type0" if masked else "type1", client, np.array([row])).values[0].astype(np.float64)
 
 
 def _leaked(prepared, masked: bool) -> float:

@@ -348,7 +348,7 @@ def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch
     choose = pool.choose
 
     def graph_for_laplace(module, plan, engine="auto", **more):
-        return ("graph", "") if plan.noise == "laplace" else choose(module, plan, engine, **more)
+        return ("graph", "") if plan.noised[0].law.name == "laplace" else choose(module, plan, engine, **more)
 
     monkeypatch.setattr(pool, "choose", graph_for_laplace)
     told = ["clients=2", "client_epsilons=[4.0, 8.0]", "client_mechanisms=['gaussian', 'laplace']"]

@@ -203,7 +203,7 @@ def engine_of(task: Task, initial: np.ndarray, dealt: Partition, config: RunConf
     """The engine that speaks for the run, and why it runs: where clients have recipes of their own, one whose sums nothing
     is proven about if any of them needs it."""
     now = moment_of(task, start(task, initial))
-    alike = {recipe: client for client, (recipe, _) in reversed(task.own.items())}
+    alike = {recipe: client for client, (recipe, _) in reversed(tuple(task.own.items()))}
     found = [
         pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device)
         for client in dict.fromkeys((0, *alike.values()))

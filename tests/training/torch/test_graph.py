@@ -12,7 +12,7 @@ from fedveil.models.layout import flatten, layout_of
 from fedveil.models.minilm import MiniLM
 from fedveil.models.nets import resnet18_gn
 from fedveil.models.surgery import lora, replace_batch_norm
-from fedveil.training import pool
+from fedveil.training import native, pool
 from fedveil.training.contract import ClientWork, LocalPlan
 from fedveil.training.torch import graph
 
@@ -254,4 +254,5 @@ def test_batch_norm_that_trains_is_refused_with_the_call_that_replaces_it():
 
 def test_residual_networks_by_name_are_trained_without_torch_func():
     net = resnet18_gn((3, 8, 8), 3, width=8, groups=4)
-    assert pool.choose(net, plan())[0] == "graph"
+    assert pool.choose(net, plan())[0] == ("native" if native.available() else "graph")
+    assert pool.choose(net, plan(), "torch")[0] == "graph"

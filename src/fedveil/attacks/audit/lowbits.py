@@ -376,7 +376,8 @@ def neighbours(
 
     seen = count(batches(True), batches(False), totals[True], totals[False], machine)
     lower = bound_of(seen, releases, delta, significance / 2)
-    learned = learn(*(np.concatenate(bytes_of[k]) for k in (True, False)), delta, significance / 2)
+    inside, outside = np.concatenate(bytes_of[True]), np.concatenate(bytes_of[False])
+    learned = learn(inside, outside, delta, significance / 2)
     return LowBits(max(lower, learned), releases, seen[0], seen[1], seen[2], seen[3], *facts, learned=learned)
 
 
