@@ -193,11 +193,11 @@ def test_secure_noise_differs_every_time_and_is_not_marked_simulated(tmp_path):
 
 
 def test_starting_over_an_existing_run_is_refused(tmp_path):
-    run(load_config("non-private", SMALL), tmp_path / "run")
+    run(load_config("fed-cdp", SMALL), tmp_path / "run")
     with pytest.raises(UserError, match="--resume"):
-        run(load_config("non-private", SMALL), tmp_path / "run")
+        run(load_config("fed-cdp", SMALL), tmp_path / "run")
     with pytest.raises(UserError, match="rounds"):
-        run(load_config("non-private", [*SMALL, "rounds=9"]), tmp_path / "run", resume=True)
+        run(load_config("fed-cdp", [*SMALL, "rounds=9"]), tmp_path / "run", resume=True)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_still_works(tmp_path):
