@@ -206,7 +206,9 @@ def look(sheet: Sheet, holders: Sequence[np.ndarray], cost: Price, observer: str
     """Find the constants of the undeclared columns. holders: the training rows of each client (numbers into sheet.train)."""
     asked = needs_look(sheet)
     parts = [sheet.train[rows] for rows in holders] if observer == "server" else [sheet.train]
-    first = tally(len(asked), len(asked) * (MISSING + 1 + PLACES) + len(sheet.train), cost.multiplier, cost.tail)
+    # A row is in one place of every column asked for, and once more among the target's words.
+    lists = len(asked) + (sheet.columns.target in asked)
+    first = tally(lists, len(asked) * (MISSING + 1 + PLACES) + len(sheet.train), cost.multiplier, cost.tail)
     spread = first.deviation * math.sqrt(len(parts))
     seen = _count(sheet, asked, parts, first, derive(root, "look", 1), _coarse, MISSING + 1 + PLACES)
     labels = _labels(sheet, parts, first, derive(root, "look", 1)) if sheet.columns.target in asked else {}
