@@ -121,3 +121,34 @@ def test_rows_of_rare_labels_count_as_the_usual_class():
     assert "only-one" not in found.known.classes
     sheet, _, _ = looked(table)
     assert set(np.unique(encode(sheet, dataclasses.replace(found.known)).y)) <= {0, 1}
+
+
+@pytest.mark.parametrize("undeclared", ["everything", "the target alone"])
+def test_one_row_adds_no_more_to_a_look_than_its_bound(monkeypatch, undeclared):
+    """All counts before noise, of a table with and without one row: their distance is within the bound that the noise has."""
+    sheet = sheet_of(patients(200), columns_of({}, "outcome", None, "t"), 0)
+    if undeclared == "the target alone":
+        monkeypatch.setattr(looks, "needs_look", lambda sheet: [sheet.columns.target])
+
+    def recorded(train):
+        seen = {}
+
+        def counts(self, places, key):
+            seen.setdefault(id(self), (self, []))[1].append(np.asarray(places, float))
+            return self.noised.add(np.asarray(places, float), key[:16])
+
+        def shown(self, words, key):
+            seen.setdefault(id(self), (self, []))[1].append(dict(words))
+            return {w: float(c) for w, c in words.items()}
+
+        monkeypatch.setattr(looks.Tally, "counts", counts)
+        monkeypatch.setattr(looks.Tally, "shown_words", shown)
+        cost = looks.Price(0.1, 5.0, 2, 1.0, 1e-9)
+        own = dataclasses.replace(sheet, train=train)
+        looks.look(own, [np.arange(len(train))], cost, "sum", 0, 1)
+        return next(iter(seen.values()))
+
+    (noise, with_row), (_, without) = recorded(sheet.train), recorded(sheet.train[1:])
+    moved = float(np.sum((with_row[0] - without[0]) ** 2))
+    moved += sum((with_row[1].get(w, 0) - without[1].get(w, 0)) ** 2 for w in {*with_row[1], *without[1]})
+    assert 0 < np.sqrt(moved) <= noise.noised.bound + 1e-12
