@@ -253,8 +253,8 @@ def bits_by_place() -> tuple[bool, str]:
         for s in sets
     }
     return differing > 0 or len(native_bits) > 1, (
-        f"chunks of 1 and 7: other bits in {differing} of {shapes} shapes; {len(native_bits)} results from {len(sets)} instruction"
-        " sets; a replay's fingerprint knew neither"
+        f"chunks of 1 and 7: other bits in {differing} of {shapes} shapes; {len(native_bits)} results from {len(sets)} "
+        "instruction sets; a replay's fingerprint knew neither"
     )
 
 
