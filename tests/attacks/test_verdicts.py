@@ -39,6 +39,8 @@ def test_a_seat_that_was_promised_nothing_is_said_to_need_trust_and_others_are_n
 def test_tables_are_records_not_images():
     table = verdicts.summary(ROWS, [entry({**IMAGES, "pixel_range": None})])
     assert "images" not in json.dumps(table) and "4 records" in row_of(table, "client-process")["got"]
+    said = verdicts.summary(ROWS, [entry({**IMAGES, "pixel_range": [-1, 1], "images": False})])
+    assert "images" not in json.dumps(said) and "4 records" in row_of(said, "client-process")["got"]
 
 
 def test_the_best_of_several_attacks_is_shown_with_its_date():
@@ -53,6 +55,12 @@ def test_a_broken_sound_promise_is_a_warning_not_to_use_the_run():
               "verdict": "promise broken"}  # fmt: skip
     row = row_of(verdicts.summary(ROWS, [entry(broken)]), "server")
     assert "do not use this run" in row["means"]
+
+
+def test_short_evidence_names_the_next_step():
+    short = {"kind": "audit", "observer": "server", "unit": "example", "epsilon_lower": 0.1, "epsilon_promised": 1.5,
+             "verdict": "not enough evidence"}  # fmt: skip
+    assert "next: fedveil audit RUN --plan" in row_of(verdicts.summary(ROWS, [entry(short)]), "server")["means"]
 
 
 def test_membership_within_its_interval_is_nothing_found():

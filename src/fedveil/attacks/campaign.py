@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedveil.attacks import attribute, decoder, membership, shadows, verdicts
-from fedveil.attacks.audit import canaries, lowbits
+from fedveil.attacks.audit import canaries, lowbits, preprocessing
 from fedveil.attacks.audit import plan as planning
 from fedveil.attacks.audit.coalition import audit_coalition
 from fedveil.attacks.audit.final import audit_final
@@ -26,7 +26,7 @@ from fedveil.attacks.metrics import STRICT_MSE
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import store
 from fedveil.federation.config import RunConfig, make_config
-from fedveil.federation.loop import Prepared, prepare
+from fedveil.federation.loop import Prepared, prepare, raw_data, with_features
 from fedveil.federation.round import State, model_weights, moment_of, start
 from fedveil.federation.view import view
 from fedveil.jsons import plain
@@ -155,7 +155,7 @@ def attack_decoder(
     """Decode training inputs from the model's embeddings; the attacker's own data are the first `rows` test rows."""
     dataset = prepared.dataset
     chosen = np.random.default_rng(seed).choice(len(dataset.x), min(victims, len(dataset.x)), replace=False)
-    figures: dict[str, Any] = {"kind": "decoder", "victims": len(chosen)}
+    figures: dict[str, Any] = {"kind": "decoder", "victims": len(chosen), "images": dataset.pixel_range is not None}
     for source in sources:
         found = decoder.decode(
             prepared.task.module, prepared.task.layout, weights, dataset.x_test[:rows], dataset.x[chosen],
@@ -198,7 +198,9 @@ def audit_run(
     )
     bits = _bits(run, canaries_count, seed, significance * BITS_SHARE)
     figures = {"kind": "audit", **asdict(found), **facts, "significance": significance, "low_bits": bits}
-    broken = bits["broken"] and found.status == "sound"
+    leak = _preparation(run.config, seed)
+    figures["preparation"] = leak
+    broken = (bits["broken"] or leak["leaks"]) and found.status == "sound"
     if bits["broken"] and found.verdict != "promise broken":
         figures |= {
             "verdict": "promise broken",
@@ -207,6 +209,8 @@ def audit_run(
             f"{bits['epsilon_promised']:.3g}: {bits['with_excludes_without']} of {bits['releases']} releases cannot come "
             "from the neighbour",
         }
+    if leak["leaks"] and found.epsilon_promised is not None:
+        figures |= {"verdict": "promise broken", "reason": f"{leak['reason']}; no noise covers that, so no epsilon holds"}
     return figures, max(found.exit_code, int(broken))
 
 
@@ -292,6 +296,15 @@ def _bits(run: store.Run, units: int, seed: int, significance: float) -> dict[st
     found = lowbits.look(prepared, units=units, significance=significance, seed=seed)
     promised, _, _ = canaries.promised(run.ledger(1), found.observer, found.unit, run.config.delta)  # type: ignore[arg-type]
     return {**asdict(found), "epsilon_promised": promised, "broken": found.broken(promised)}
+
+
+def _preparation(config: RunConfig, seed: int) -> dict[str, Any]:
+    """Was the data prepared with what private rows show, unpaid? What a table's look has learnt is paid for in the ledger."""
+    if config.table:
+        return {"leaks": False, "reason": "", "looked_at": "a table's constants are declared or paid for in the ledger"}
+    found = preprocessing.look(raw_data(config), lambda rows: with_features(rows, config), seed)
+    seen = "the rows as they come, and the run's features"
+    return {**asdict(found), "leaks": found.leaks, "reason": found.reason, "looked_at": seen}
 
 
 def attack_malicious(

@@ -105,10 +105,16 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def things_of(result: Mapping[str, Any]) -> str:
+    """What was attacked, in a word: images only where the dataset has pixels."""
+    pictures = result.get("images", bool(result.get("pixel_range")))  # older results do not say
+    return "images" if pictures is True else "records"
+
+
 def strength(result: Mapping[str, Any]) -> tuple[float, str]:
     """(how much more than a blind guess, between 0 and 1; what it got, in words). 0: nothing that chance would not give."""
     kind = result.get("kind")
-    things = "images" if result.get("pixel_range") or result.get("images") is True else "records"
+    things = things_of(result)
     if kind == "audit":
         lower, promised = _number(result.get("epsilon_lower")) or 0.0, _number(result.get("epsilon_promised"))
         share = min(1.0, lower / promised) if promised else float(lower > 0)
@@ -162,6 +168,8 @@ def meaning(promised: float | None, verdict: str, got: float, result: Mapping[st
             else "The number printed here does not hold."
         )
     if verdict == "sound":
+        if result.get("kind") == "audit" and result.get("verdict") == "not enough evidence":
+            return "Nothing contradicts the promise, but this is too little to tell; next: fedveil audit RUN --plan."
         if got == 0:
             return "Nothing found; the promise says that no attack can find much more."
         if result.get("kind") == "audit":

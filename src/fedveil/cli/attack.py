@@ -229,6 +229,8 @@ def audit(
 
 
 def _show_gradients(rows: list[dict[str, Any]]) -> None:
+    from fedveil.attacks.verdicts import things_of
+
     if not rows:
         return
     first = rows[0]
@@ -241,15 +243,18 @@ def _show_gradients(rows: list[dict[str, Any]]) -> None:
         ]
         for row in rows
     ]  # fmt: skip
+    thing = things_of(first).removesuffix("s")
     for name in ("black", "mean"):
         control = first["controls"][name]
+        called = "blank" if name == "black" and thing == "record" else name
         body.append([
-            f"({name} image)", "", figure(control["success_rate"], 3), figure(control["success_rate_papers"], 3), "",
+            f"({called} {thing})", "", figure(control["success_rate"], 3), figure(control["success_rate_papers"], 3), "",
             figure(control["rmse"], 3), figure(control["ssim"], 3), "", "",
         ])  # fmt: skip
+    alike = "MSE < 0.01 and SSIM > 0.8 on pixels" if thing == "image" else "MSE < 0.01 on values"
     notes = [
-        f"success: MSE < 0.01 and SSIM > 0.8 on pixels in {tuple(first['pixel_range'])}; papers': MSE < 0.70.",
-        f"images kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
+        f"success: {alike} in {tuple(first['pixel_range'])}; papers': MSE < 0.70.",
+        f"{thing}s kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
     ]
     for row in rows:
         if failed := row["failed_numerically"]:
@@ -333,13 +338,13 @@ def _show(results: dict[str, Any]) -> None:
         else:
             print(
                 f"decoder: MSE {found['mse']:.4f}, MAE {found['mae']:.4f}, SSIM {figure(found['ssim'], 3)}; "
-                f"mean image: {found['control_mse']:.4f}, {found['control_mae']:.4f}, {figure(found['control_ssim'], 3)}"
+                f"mean of all: {found['control_mse']:.4f}, {found['control_mae']:.4f}, {figure(found['control_ssim'], 3)}"
             )
 
 
 MEANING = {
     "promise holds": "the {status} promise was tested, and half its noise would have been noticed.",
-    "promise broken": "the canaries show more than the {status} promise allows.",
+    "promise broken": "this run does not keep the {status} promise.",
     "not enough evidence": "nothing contradicts the {status} promise, but a broken one might look the same.",
 }
 
@@ -365,3 +370,6 @@ def show_audit(found: dict[str, Any]) -> None:
             f"({bits['without_excludes_without']} false), at least {figure(bits['epsilon_lower'])}"
         )  # fmt: skip
         print(f"low bits of one round: {told}")
+    prepared = found.get("preparation")
+    if prepared:
+        print(f"preparation of the rows: {prepared['reason'] or 'nothing fitted on private rows was found'}")

@@ -39,7 +39,7 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
     "f1": ("F1", "number", "balance of found and right; 1 is perfect"),
     "control_accuracy": ("Without the model", "percent", "what a guess without the model gets right: the fair comparison"),
     "mse": ("MSE", "number", "mean squared error; 0 is a perfect copy"),
-    "control_mse": ("MSE without the model", "number", "of the mean image: the fair comparison"),
+    "control_mse": ("MSE without the model", "number", "of the mean of all: the fair comparison"),
     "mae": ("MAE", "number", "mean error; 0 is a perfect copy"),
     "epsilon_lower": ("ε shown", "number", "the true ε cannot be below this (with the stated confidence)"),
     "epsilon_promised": ("ε promised", "number", "the ledger's number"),
@@ -91,7 +91,7 @@ def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ())
     controls = data.get("controls")
     if kind == "gradient" and isinstance(controls, Mapping):
         out["figures"] += [
-            (f"Control: {name.replace('_', ' ')}", short(rmse), "RMSE of this image without any attack")
+            (f"Control: {name.replace('_', ' ')}", short(rmse), "RMSE of this guess without any attack")
             for name, inner in controls.items()
             if (rmse := number(inner.get("rmse") if isinstance(inner, Mapping) else inner)) is not None
         ]  # fmt: skip

@@ -241,6 +241,7 @@ def measure(
         "model": prepared.config.model,
         "round": state.round,
         "seed": seed,
+        "images": dataset.pixel_range is not None,
         **_figures(found, guess, labels, result, watcher, pixel_range, iterations),
         "controls": metrics.controls(
             found.images.reshape(-1, *dataset.shape), dataset.x_test.mean(0), pixel_range
