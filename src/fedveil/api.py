@@ -27,16 +27,15 @@ from fedveil.data.frames import Table
 from fedveil.data.tables import COUNTED
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import loop, own_loop, planner
-from fedveil.federation.config import GIVEN, load_config, make_config, trusting_code
+from fedveil.federation.config import config_of, load_config, trusting_code
 from fedveil.federation.loop import OnRound
 from fedveil.federation.own_loop import Private
-from fedveil.federation.store import open_run
+from fedveil.federation.store import Run, open_run
 from fedveil.jsons import plain
 from fedveil.models.layout import flatten
 from fedveil.privacy import checks
-from fedveil.privacy.schedules import Schedule
 from fedveil.protect.catalogue import catalogue, get
-from fedveil.protect.recipe import Recipe, as_text, spell, with_changes
+from fedveil.protect.recipe import Recipe, with_changes
 from fedveil.training.evaluate import evaluate, outputs
 
 
@@ -59,6 +58,7 @@ class Result:
     facts: Mapping[str, Any]  # what result.json holds
     module: nn.Module  # the trained model
     data: Dataset | Table | None = None  # what was given to `run`; a run directory holds none
+    recipe: Recipe | None = None  # given as a value; a run directory may not be able to name it
 
     def __repr__(self) -> str:
         quality = f"accuracy {self.accuracy:.3f}" if self.accuracy is not None else f"RMSE {self.facts['test_rmse']:.4g}"
@@ -95,7 +95,8 @@ class Result:
         from fedveil.report.page import write_report
 
         target = Path(path) if path is not None else self.path / "report.html"
-        write_report([self.path], target)
+        with trusting_code():
+            write_report([open_run(self.path, self.recipe)], target)
         return target
 
     def _inputs(self, x: np.ndarray) -> np.ndarray:
@@ -239,7 +240,7 @@ def _run(
     if isinstance(model, str):
         changes["model"] = model
     if isinstance(name, Recipe):
-        config = _config_of(name, changes)
+        config = config_of(name, changes)
     else:
         with trusting_code():  # whoever calls this runs code already
             config = load_config(name, changes)
@@ -247,7 +248,8 @@ def _run(
     with trusting_code():
         told = _told(config, on_round, progress)
         facts = loop.run(config, folder, resume=resume, on_round=told, dataset=own, module=module)
-        return Result(folder, facts, loop.trained(folder, config, own, module), own)
+        given = name if isinstance(name, Recipe) else None
+        return Result(folder, facts, loop.trained(folder, config, own, module), own, given)
 
 
 def _told(config: Any, on_round: OnRound | None, progress: bool | None) -> OnRound | None:
@@ -315,7 +317,7 @@ def resume(
     config = config if recipe is None else config.given(recipe)
     with trusting_code(), _in_python():
         facts = loop.run(config, path, resume=True, on_round=on_round, dataset=data, module=model)
-        return Result(Path(path), facts, loop.trained(Path(path), config, data, model), data)
+        return Result(Path(path), facts, loop.trained(Path(path), config, data, model), data, recipe)
 
 
 def plan(
@@ -330,51 +332,82 @@ def plan(
         return planner.plan(shape, epsilon=epsilon, delta=delta, clients=clients, observer=observer)
 
 
-def attack(run: Result | str | Path, kind: str = "gradient", **options: Any) -> dict[str, Any]:
-    """Attack a run (gradient, malicious, membership, attribute, decoder or all) and keep the results below it.
+ATTACK_OPTIONS: Mapping[str, Any] = {
+    "victims": 16, "seed": 0, "shadows": 16, "pool": 1000, "attribute": None, "rounds": "", "data": None,
+}  # fmt: skip
+GRADIENT_OPTIONS: Mapping[str, Any] = {
+    "method": "veil", "leak": "2", "iterations": None, "restarts": 0, "oracle": False, "update_as": "gradient",
+}  # fmt: skip
+ALONE_OPTIONS: Mapping[str, Any] = {
+    "dataset": "digits", "model": "cpl-lenet", "batch": None, "local_steps": 1, "noise_on": None,
+}  # fmt: skip
 
-    options: victims, seed, shadows, pool, attribute, rounds, and those of gradient attacks (method, leak = "2", "1", "0", …).
-    Returns what the adversary got; with kind="all" one entry per attack.
+
+def attack(
+    run: Result | str | Path | Recipe, kind: str = "gradient", *, recipe: Recipe | None = None, **options: Any
+) -> dict[str, Any]:
+    """Attack a run (gradient, malicious, exact, membership, attribute, decoder or all) and keep the results below it; or a
+    recipe alone, at a model's initialisation (gradient).
+
+    recipe: the value that the run was made with, where only its directory is at hand. options: victims, seed, shadows, pool,
+    attribute, rounds, and those of gradient attacks (method, leak = "2", "1", "0", …); of a recipe alone dataset, model, batch,
+    local_steps and noise_on too. Returns what the adversary got; with kind="all" one entry per attack.
     """
-    path = _path(run)
-    known = {"victims": 16, "seed": 0, "shadows": 16, "pool": 1000, "attribute": None, "rounds": ""}
-    gradient = {"method": "veil", "leak": "2", "iterations": None, "restarts": 0, "oracle": False, "update_as": "gradient"}
-    wrong = [key for key in options if key not in {**known, **gradient}]
+    alone = isinstance(run, Recipe)
+    defaults = {**ATTACK_OPTIONS, **GRADIENT_OPTIONS, **(ALONE_OPTIONS if alone else {})}
+    wrong = [key for key in options if key not in defaults]
     if wrong or kind not in (*campaign.KINDS, "all"):
         named = wrong[0] if wrong else kind
-        near = did_you_mean(named, [*known, *gradient, "all", *campaign.KINDS])
+        near = did_you_mean(named, [*defaults, "all", *campaign.KINDS])
         raise UserError(f"attack: unknown {'option' if wrong else 'kind'} '{named}'.{near}")
-    chosen, own = {**known, **options}, {**gradient, **options}
-    if own["leak"] not in TYPES:
-        raise UserError(f"attack: leak = {own['leak']!r}: choose one of {', '.join(TYPES)}.")
-    settings = {key: own[key] for key in gradient if key != "leak"}
-    settings |= {"tap": TYPES[own["leak"]], "victims": chosen["victims"], "seed": chosen["seed"], "aware": None}
+    if alone and kind != "gradient":
+        raise UserError(f"attack: kind = {kind!r} attacks a trained model: give a run, or its folder")
+    chosen = {**defaults, **options}
+    if chosen["leak"] not in TYPES:
+        raise UserError(f"attack: leak = {chosen['leak']!r}: choose one of {', '.join(TYPES)}.")
+    settings = {key: chosen[key] for key in GRADIENT_OPTIONS if key != "leak"}
+    settings |= {"tap": TYPES[chosen["leak"]], "victims": chosen["victims"], "seed": chosen["seed"], "aware": None}
     with _in_python(), trusting_code():
+        if isinstance(run, Recipe):
+            return _attack_alone(run, chosen, settings)
+        opened = _opened(run, recipe)
         found = on_run(
-            path, kind, str(chosen["rounds"]), path / "attacks", settings, chosen["shadows"], chosen["pool"],
-            chosen["attribute"], chosen["victims"], chosen["seed"], None,
+            opened, kind, str(chosen["rounds"]), opened.path / "attacks", settings, chosen["shadows"], chosen["pool"],
+            chosen["attribute"], chosen["victims"], chosen["seed"], chosen["data"],
         )  # fmt: skip
-        campaign.summarise(path)
+        campaign.summarise(opened)
     return found if kind == "all" else found[kind]
 
 
+def _attack_alone(recipe: Recipe, chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    config = campaign.gradient_config(
+        recipe, chosen["dataset"], chosen["model"], victims=chosen["victims"], seed=chosen["seed"], tap=settings["tap"],
+        batch=chosen["batch"], local_steps=chosen["local_steps"], noise_on=chosen["noise_on"], data=chosen["data"],
+    )  # fmt: skip
+    return campaign.attack_gradients({recipe.name: (config, campaign.initial)}, **settings)[0]
+
+
 def audit(
-    what: Result | str | Path | Loop, *, canaries: int = 1000, seed: int = 0, significance: float = 0.05, **more: Any
-) -> Any:
+    what: Result | str | Path | Loop, *, canaries: int = 1000, seed: int = 0, significance: float = 0.05,
+    recipe: Recipe | None = None, **more: Any,
+) -> Any:  # fmt: skip
     """Test a promise with canaries: of a run (figures as `fedveil audit --json` prints them), or of a training loop of your own
-    (`attacks.audit.loop.audit_loop`: a function of (module, dataset) that trains and returns the epsilon it promises)."""
+    (`attacks.audit.loop.audit_loop`: a function of (module, dataset) that trains and returns the epsilon it promises).
+
+    recipe: the value that the run was made with, where only its directory is at hand."""
     with _in_python(), trusting_code():
         if callable(what):
             return audit_loop(what, canaries=canaries, seed=seed, significance=significance, **more)
-        path = _path(what)
-        figures, _ = campaign.audit_run(path, canaries_count=canaries, seed=seed, significance=significance, **more)
+        run = _opened(what, recipe)
+        figures, _ = campaign.audit_run(run, canaries_count=canaries, seed=seed, significance=significance, **more)
         settings = {"canaries": canaries, "significance": significance, "seed": seed}
-        campaign.save(path / "attacks", "audit", figures, settings)
+        campaign.save(run.path / "attacks", "audit", figures, settings)
         return plain(figures)
 
 
-def _path(run: Result | str | Path) -> Path:
-    return run.path if isinstance(run, Result) else Path(run)
+def _opened(run: Result | str | Path, recipe: Recipe | None) -> Run:
+    """A run with the recipe that it was made with, where that was a value."""
+    return open_run(run.path, recipe or run.recipe) if isinstance(run, Result) else open_run(run, recipe)
 
 
 def make_private(
@@ -462,25 +495,3 @@ def protect(
         learning_rate=learning_rate,
         **settings,
     )
-
-
-def _config_of(value: Recipe, changes: dict[str, Any]) -> Any:
-    """A configuration of a recipe given as a value.
-
-    Where the catalogue's entry of that name differs only in keys, or all parts are ours, the keys spell it and the run
-    directory holds the whole recipe; else it must be given again to resume the run.
-    """
-    base = catalogue().get(value.name, Recipe(value.name))
-    before, own = spell(base), spell(value)
-    parts = {key: _text(given) for key, given in own.items() if given != before[key] and key not in ("summary", "paper")}
-    spelled = all(isinstance(given, (str, float, int, bool, type(None))) for given in parts.values())
-    if spelled and with_changes(base, parts) == replace(value, about=base.about):
-        known = value.name in catalogue()
-        keys = parts if known else {**parts, "name": value.name}
-        named = value.name if known else "non-private"
-        return make_config({"recipe": named}, {**{f"protect.{key}": given for key, given in keys.items()}, **changes})
-    return make_config({"recipe": f"{GIVEN}{value.name}"}, changes, recipe=value)
-
-
-def _text(value: Any) -> Any:
-    return as_text(value) if isinstance(value, Schedule) else value

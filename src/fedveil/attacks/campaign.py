@@ -25,32 +25,34 @@ from fedveil.attacks.malicious.models import Dense, dense_layers
 from fedveil.attacks.metrics import STRICT_MSE
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import store
-from fedveil.federation.config import RunConfig, make_config
-from fedveil.federation.loop import Prepared, prepare, raw_data, with_features
+from fedveil.federation.config import RunConfig, config_of
+from fedveil.federation.loop import Prepared, check_recipe, prepare, raw_data, with_features
 from fedveil.federation.round import State, model_weights, moment_of, start
 from fedveil.federation.view import view
 from fedveil.jsons import plain
 from fedveil.protect.law import Gaussian
 from fedveil.protect.place import AtServer, Reports
+from fedveil.protect.recipe import Recipe
 
 KINDS = ("gradient", "malicious", "exact", "membership", "attribute", "decoder")
 BITS_SHARE = 0.2  # of an audit's level goes to low bits
 
 
 def gradient_config(
-    recipe: str, dataset: str, model: str, *, victims: int, seed: int, tap: str, batch: float | None = None,
+    recipe: str | Recipe, dataset: str, model: str, *, victims: int, seed: int, tap: str, batch: float | None = None,
     local_steps: int = 1, noise_on: str | None = None, data: str | None = None, changes: Mapping[str, Any] | None = None,
 ) -> RunConfig:  # fmt: skip
     """A configuration for attacking a recipe at the model's initialisation, without a run."""
     values: dict[str, Any] = {
-        "recipe": recipe, "dataset": dataset, "model": model, "seed": seed, "local_steps": local_steps,
+        "dataset": dataset, "model": model, "seed": seed, "local_steps": local_steps,
         "partition": "iid", "rounds": 100, "data": data,
     }  # fmt: skip
     if batch is not None:
         values["batch_size"] = batch
     if tap != "type2":
         values |= {"clients": max(2, victims), "cohort_size": None}
-    return make_config(values, {**({"noise_on": noise_on} if noise_on else {}), **(changes or {})})
+    changed = {**({"noise_on": noise_on} if noise_on else {}), **(changes or {})}
+    return config_of(recipe, {**values, **changed})
 
 
 def attack_gradients(
@@ -172,8 +174,15 @@ def attack_decoder(
     return figures
 
 
+def opened(path: Path | store.Run) -> store.Run:
+    """The run to attack or audit; one whose recipe has changed since is refused."""
+    run = store.open_run(path)
+    check_recipe(run)
+    return run
+
+
 def audit_run(
-    path: Path,
+    path: Path | store.Run,
     *,
     canaries_count: int = 1000,
     rounds: int | None = None,
@@ -183,7 +192,7 @@ def audit_run(
     """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code).
 
     rounds: replay only so many; they are held against what the ledger says after them."""
-    run = store.open_run(path)
+    run = opened(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds  # a spent budget ends a run early
     rounds = min(rounds or played, played)
     # A sum under masks is judged from the seat that its promise is about: the server with its colluders.
@@ -215,7 +224,7 @@ def audit_run(
 
 
 def plan_audit(
-    path: Path, *, canaries_count: int = 1000, rounds: int | None = None, seed: int = 0, significance: float = 0.05,
+    path: Path | store.Run, *, canaries_count: int = 1000, rounds: int | None = None, seed: int = 0, significance: float = 0.05,
     factor: float = 2.0, of: planning.Of = "noise",
 ) -> dict[str, Any]:  # fmt: skip
     """How many canaries, or how many rounds, a run's audit needs to find a promise broken by `factor` with 99%.
@@ -223,7 +232,7 @@ def plan_audit(
     of: what is wrong by that factor, the noise or a record's contribution (sampling rate, clip). With `rounds` given only
     that many are planned for; else also the fewest rounds with which `canaries_count` of them (at most as many as have
     room) are enough."""
-    run = store.open_run(path)
+    run = opened(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
     prepared = prepare(run.config)
     if not isinstance(prepared.task.recipe.law, Gaussian):
@@ -266,7 +275,7 @@ def plan_audit(
 
 
 def audit_final_model(
-    path: Path,
+    path: Path | store.Run,
     *,
     canaries_count: int = 1000,
     rounds: int | None = None,
@@ -274,7 +283,7 @@ def audit_final_model(
     significance: float = 0.05,
 ) -> tuple[dict[str, Any], int]:
     """The promise to whoever gets the final model alone: (figures, exit code)."""
-    run = store.open_run(path)
+    run = opened(path)
     played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
     rounds = min(rounds or played, played)
     found = audit_final(
@@ -466,11 +475,11 @@ def one_after_the_other(
     return results
 
 
-def summarise(path: Path) -> dict[str, Any]:
+def summarise(path: Path | store.Run) -> dict[str, Any]:
     """One row per seat: what it was promised, the best attack so far, what that got and means. Kept as
     `attacks/summary.json`."""
     run = store.open_run(path)
     rows = [asdict(row) for row in run.ledger(None).table(accountant=run.config.accountant)]
-    summary = verdicts.summary(rows, verdicts.read_history(path / "attacks" / "history"))
-    store.write_json(path / "attacks" / "summary.json", plain(summary))
+    summary = verdicts.summary(rows, verdicts.read_history(run.path / "attacks" / "history"))
+    store.write_json(run.path / "attacks" / "summary.json", plain(summary))
     return summary

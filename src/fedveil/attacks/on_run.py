@@ -10,15 +10,15 @@ import numpy as np
 
 from fedveil.attacks import campaign
 from fedveil.federation.loop import prepare
-from fedveil.federation.store import open_run
+from fedveil.federation.store import Run
 
 
 def on_run(
-    path: Path, kind: str, rounds: str, folder: Path, options: dict[str, Any], shadows: int, pool: int,
+    path: Path | Run, kind: str, rounds: str, folder: Path, options: dict[str, Any], shadows: int, pool: int,
     attribute: str | None, victims: int, seed: int, data: str | None, say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """The attacks of `kind` on a run directory; each result is written as soon as it is there."""
-    run = open_run(path)
+    run = campaign.opened(path)
     config = run.config if data is None else run.config.model_copy(update={"data": data})
     numbers = [int(r) for r in rounds.split(",") if r.strip()] or [run.rounds()[-1] if run.rounds() else 0]
 
@@ -67,5 +67,5 @@ def on_run(
         found = attacks[kind]()
         campaign.save(folder, kind, found, settings)
         return {kind: found}
-    attacks["audit"] = lambda: campaign.audit_run(path, seed=seed)[0]
+    attacks["audit"] = lambda: campaign.audit_run(run, seed=seed)[0]
     return campaign.one_after_the_other(folder, attacks, settings, say=say)

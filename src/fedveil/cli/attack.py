@@ -89,6 +89,7 @@ def attack(
     from fedveil.attacks import campaign
     from fedveil.attacks.leakage.measure import TYPES
     from fedveil.attacks.leakage.search import METHODS
+    from fedveil.federation.config import TRUSTED
 
     if kind not in KINDS:
         raise UserError(f"--kind {kind}: choose one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
@@ -104,6 +105,7 @@ def attack(
         raise UserError(
             f"--kind {kind} attacks a trained model: give a run directory, e.g. fedveil attack runs/first."
         )
+    TRUSTED.set(trust_code)
     options: dict[str, Any] = {
         "method": method, "tap": TYPES[leak], "victims": victims, "seed": seed, "iterations": iterations,
         "restarts": restarts, "oracle": oracle, "update_as": update_as, "aware": False if unaware else None,
@@ -126,11 +128,9 @@ def attack(
         emit(result, as_json, lambda: _show_gradients(rows))
         return
     from fedveil.attacks.on_run import on_run
-    from fedveil.federation.config import TRUSTED
     from fedveil.federation.store import open_run, refuse_foreign_code
 
     refuse_foreign_code(open_run(run), trust_code)
-    TRUSTED.set(trust_code)
     results = on_run(
         run, kind, rounds, out or run / "attacks", options, shadows, pool, attribute, victims, seed, data,
         say=lambda text: typer.echo(text, err=True),

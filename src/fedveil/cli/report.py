@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedveil.cli.common import JsonFlag, emit, one_of
+from fedveil.cli.common import JsonFlag, TrustFlag, emit, one_of
 from fedveil.errors import UserError
 
 
@@ -31,6 +31,7 @@ def report(
             "--private", help="Add figures computed from private records, marked. Do not share that page."
         ),
     ] = False,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several side by side.
@@ -43,6 +44,7 @@ def report(
 
       fedveil report runs/first --private --out for-me-only.html
     """
+    from fedveil.federation.config import TRUSTED
     from fedveil.federation.store import write_atomic
     from fedveil.report.facts import gather, sound_epsilon
     from fedveil.report.page import comparison, render, result_of
@@ -53,6 +55,7 @@ def report(
         raise UserError(f"--out {path}: the name must end in .html")
     if path.is_dir():
         raise UserError(f"--out {path}: is a folder; give a file name that ends in .html")
+    TRUSTED.set(trust_code)
     facts = [gather(folder, private) for folder in runs]
     page = render(facts, private).encode()
     try:

@@ -68,8 +68,7 @@ def run(
     changes = [*change, *([f'data="{data}"'] if data else [])]
     if resume and out is None:
         raise UserError("--resume needs --out DIR: the run to continue")
-    if trust_code:
-        TRUSTED.set(True)
+    TRUSTED.set(trust_code)
     config = load_config(name, changes)
     if resume and out is not None and (out / "run.json").exists():
         before = open_run(out)

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from fedveil.errors import UserError, did_you_mean
 from fedveil.privacy.events import Observer
 from fedveil.privacy.ledger.entries import MOST_CLIENTS
-from fedveil.privacy.schedules import following_rate
+from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
-from fedveil.protect.recipe import KEYS, Recipe, with_changes
+from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training.optimisers import parse as parse_optimiser
 
 if TYPE_CHECKING:
@@ -305,6 +305,30 @@ def make_config(
     config.built_recipe()
     check_config(config)
     return config
+
+
+def config_of(recipe: str | Recipe, settings: Mapping[str, Any]) -> RunConfig:
+    """A configuration of a recipe by its name, or given as a value.
+
+    Where the catalogue's entry of that name differs only in keys, or all parts are ours, the keys spell a value and the run
+    directory holds the whole recipe; else it must be given again to resume, attack or audit the run.
+    """
+    if isinstance(recipe, str):
+        return make_config({"recipe": recipe}, settings)
+    base = catalogue().get(recipe.name, Recipe(recipe.name))
+    before, own = spell(base), spell(recipe)
+    parts = {
+        key: as_text(given) if isinstance(given, Schedule) else given
+        for key, given in own.items()
+        if given != before[key] and key not in ("summary", "paper")
+    }
+    spelled = all(isinstance(given, str | float | int | bool | None) for given in parts.values())
+    if spelled and with_changes(base, parts) == replace(recipe, about=base.about):
+        known = recipe.name in catalogue()
+        keys = parts if known else {**parts, "name": recipe.name}
+        named = recipe.name if known else "non-private"
+        return make_config({"recipe": named}, {**{f"protect.{key}": given for key, given in keys.items()}, **settings})
+    return make_config({"recipe": f"{GIVEN}{recipe.name}"}, settings, recipe=recipe)
 
 
 def check_numbers(config: RunConfig, recipe: Recipe) -> None:

@@ -650,6 +650,16 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def check_recipe(run: store.Run) -> None:
+    """Refuse to speak about a run with a recipe of the user's own that is not the one it was made with any more."""
+    own = named_code(run.config.recipe) or run.config.recipe.startswith(GIVEN)
+    if own and config_hash(run.config) != run.facts.get("identity"):
+        raise UserError(
+            f"{run.path}: the recipe '{run.config.recipe.removeprefix(GIVEN)}' is not the one that this run was made with: its "
+            "values, the files of its package, or this version of fedveil are others. The run's ledger speaks of the old one"
+        )
+
+
 def data_digest(task: Task) -> str:
     """Hash of the training data: seeded noise on other data is another release."""
     parts = hashlib.sha256(np.ascontiguousarray(task.x).data)

@@ -25,6 +25,7 @@ from fedveil.federation.look import looked_from_json
 from fedveil.federation.round import State, blank
 from fedveil.protect.aggregate import Mean, Momentum
 from fedveil.protect.catalogue import named_code
+from fedveil.protect.recipe import Recipe
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
 TABLE = "table.json"  # constants of a table's columns, with what they cost
@@ -310,8 +311,13 @@ class Run:
         return load_checkpoint(self.path / "checkpoints", wanted, like)
 
 
-def open_run(path: str | Path) -> Run:
-    """Read a run directory; nothing in it is executed."""
+def open_run(path: str | Path | Run, recipe: Recipe | None = None) -> Run:
+    """Read a run directory; nothing in it is executed. An opened run is returned as it is.
+
+    recipe: the value that the run was made with, where its directory cannot name it.
+    """
+    if isinstance(path, Run):
+        return path if recipe is None else replace(path, config=path.config.given(recipe))
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"run directory '{folder}' does not exist")
@@ -322,7 +328,7 @@ def open_run(path: str | Path) -> Run:
         raise UserError(f"{folder / 'run.json'}: not a configuration of this version: {wrong}") from None
     if (folder / TABLE).exists():
         config = config.with_look(looked_from_json(read_json(folder / TABLE)))
-    return Run(folder, config, facts)
+    return Run(folder, config if recipe is None else config.given(recipe), facts)
 
 
 def names_code(config: RunConfig) -> str:

@@ -116,11 +116,12 @@ def sound_epsilon(facts: Facts) -> float | None:
 
 
 def gather(
-    folder: Path, private: bool = False, compute: bool = True, quick: bool = False, clients: bool = False
+    folder: Path | Run, private: bool = False, compute: bool = True, quick: bool = False, clients: bool = False
 ) -> Facts:
     """Read a run. compute=False writes nothing and loads no data (a confusion matrix only if it is stored).
     quick leaves out epsilon over rounds; clients adds what each client has spent."""
     run = store.open_run(folder)
+    folder = run.path
     recipe = run.config.built_recipe()
     unit = recipe.place.unit
     metrics = tuple(

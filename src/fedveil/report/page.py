@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fedveil.federation.store import write_atomic
+from fedveil.federation.store import Run, write_atomic
 from fedveil.report import plots, words
 from fedveil.report.attacks import percent
 from fedveil.report.facts import Facts, gather, number, sound_epsilon
@@ -26,10 +26,10 @@ from fedveil.report.view import result_of, view
 TEMPLATES = resources.files("fedveil.report") / "templates"
 
 
-def write_report(folders: Sequence[Path], path: Path, private: bool = False) -> None:
+def write_report(folders: Sequence[Path | Run], path: Path, private: bool = False) -> None:
     """Write the page for one or more runs. private=True adds figures computed from private records, marked so."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, render([gather(Path(folder), private) for folder in folders], private).encode())
+    write_atomic(path, render([gather(folder, private) for folder in folders], private).encode())
 
 
 def render(runs: Sequence[Facts], private: bool = False) -> str:
