@@ -224,3 +224,23 @@ def test_a_study_with_secure_sums_from_its_papers_to_a_trained_model(study: Path
     assert [line["arrived"] for line in open_run(study / "run").metrics] == [4, 4, 4]
     rows = {r["observer"]: r["verdict"] for r in result["ledger"] if r["unit"] == "example"}
     assert rows["server"] == rows["participants"] == rows["public"] == "sound"
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '{"00": {"number": 0, "expires": 9e9}}', '{"00": {"number": 0, "name": "a", "expires": []}}']
+)
+def test_odd_notes_of_open_invitations_are_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
+    roster, secret = tmp_path / "roster.json", identity.new_identity()
+    rosters.write_roster(roster, rosters.Roster("s", 1), secret)
+    Path(f"{roster}.invited").write_text(text)
+    with pytest.raises(UserError, match="invited"):
+        onboard.invite(tmp_path / "a.json", roster, secret, "a")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"study": "s", "owner": "x", "number": 0, "name": "a"}'])
+def test_a_rotation_with_an_odd_note_of_the_study_is_refused_before_keys_are_made(tmp_path: Path, text: str) -> None:
+    identity.write_identity(tmp_path / "identity")
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(UserError, match="study"):
+        onboard.rotate(tmp_path, tmp_path / "rotated.json")
+    assert not (tmp_path / "identity.new").exists()

@@ -1,4 +1,5 @@
-"""Fuzz every byte that comes from outside: configurations, command lines, ledgers, run folders, data files.
+"""Fuzz every byte that comes from outside: configurations, command lines, ledgers, run folders, data files, the dashboard,
+and what reaches a federation (fuzz_flower.py): papers, requests, replies, sockets.
 
     python tests/tools/fuzz.py --count 100000 --state fuzz.json
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -22,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +153,19 @@ OPTIONS = {
     "epsilon": ["--noise-multiplier", "--sampling-rate", "--steps", "--delta", "--schedule", "--mechanism", "--batch",
                 "--population", "--accountant", "--dimension", "--nu", "--layers", "--relation", "--clip-norm"],
     "calibrate": ["--epsilon", "--delta", "--steps", "--sampling-rate", "--mechanism", "--accountant", "--dimension"],
-    "ledger": ["--delta", "--accountant"],
+    "ledger": ["--delta", "--accountant", "--verify", "--json"],
+    "recipes": ["--json"],
+    "plan": ["--set", "--epsilon", "--json"],
+    "data check": ["--target", "--json"],
+    "flower contract": ["--diff", "--check", "--epsilon", "--range", "--target", "--public", "--config", "--examples"],
+    "flower status": ["--home", "--json"],
+    "flower metrics": ["--run", "--node-config", "--listen"],
+    "flower anchor": ["--node-config"],
+    "flower remove": ["--roster", "--identity"],
+    "report": ["--json"],
+    "share": ["--out"],
 }  # fmt: skip
+WITH_A_FILE = ("ledger", "data check", "flower contract", "flower remove", "report", "share")
 FAIR = {"--noise-multiplier": "2", "--sampling-rate": "0.01", "--steps": "100", "--delta": "1e-5", "--epsilon": "2",
         "--batch": "5", "--population": "500", "--accountant": "pld", "--mechanism": "gaussian"}  # fmt: skip
 
@@ -159,10 +173,34 @@ FAIR = {"--noise-multiplier": "2", "--sampling-rate": "0.01", "--steps": "100", 
 def command_line(rng: random.Random, place: Path) -> None:
     """Words after `fedveil`."""
     command = rng.choice(list(OPTIONS))
-    words = [command, *([str(place / rng.choice(["absent", ".", "x" * 300]))] if command == "ledger" else [])]
+    file = place / "file"
+    file.write_bytes(spoil_bytes(rng.choice([b"a,b\n1,2\n", b"{}", b"x = 1\n"]), rng))
+    words = command.split()
+    if command in WITH_A_FILE:
+        words.append(str(place / rng.choice(["absent", ".", "x" * 300, "file"])))
     for option in rng.sample(OPTIONS[command], min(rng.randint(1, 4), len(OPTIONS[command]))):
-        words += [option, rng.choice(ODD_TEXT) if rng.random() < 0.6 else FAIR.get(option, "1")]
+        words += [option, rng.choice([*ODD_TEXT, str(file)]) if rng.random() < 0.6 else FAIR.get(option, "1")]
     run_words([word.replace("\0", "") for word in words])
+
+
+@functools.lru_cache
+def commands() -> Any:
+    """All commands, built once: that takes longer than most of them."""
+    import typer
+
+    from fedveil.cli import build
+
+    return typer.main.get_command(build())
+
+
+@contextlib.contextmanager
+def built_once() -> Iterator[None]:
+    """`fedveil.cli.main` with the commands that are built already."""
+    from unittest import mock
+
+    whole = commands()
+    with mock.patch("fedveil.cli.build", lambda: None), mock.patch("typer.main.get_command", lambda _: whole):
+        yield
 
 
 def run_words(words: list[str]) -> None:
@@ -170,7 +208,7 @@ def run_words(words: list[str]) -> None:
     from fedveil.cli import main as entry
 
     before, sys.argv = sys.argv, ["fedveil", *words]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with built_once(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             entry()
         except SystemExit as end:
@@ -264,21 +302,68 @@ def data_file(rng: random.Random, place: Path) -> None:
         load(str(path), target="y" if which == 0 and rng.random() < 0.9 else None)
 
 
-TARGETS = (configuration, change, command_line, ledger, run_folder, data_file)
+@functools.lru_cache
+def pages() -> Any:
+    """The dashboard of a folder that holds one run, behind a token."""
+    import atexit
+    import shutil
+
+    from fastapi.testclient import TestClient
+
+    from fedveil.ui.server import create_app
+
+    place = Path(tempfile.mkdtemp(prefix="pages"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    for path, data in finished_run().items():
+        (place / "run" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / "run" / path).write_bytes(data)
+    return TestClient(create_app(place, "127.0.0.1", "secret"), base_url="http://127.0.0.1:8765", follow_redirects=False)
 
 
-def one(number: int) -> tuple[str, str]:
+def page(rng: random.Random, place: Path) -> None:
+    """A request to the dashboard: any path, any words, any body; never an error of the server."""
+    from urllib.parse import quote
+
+    paths = ["/", "/login", "/api/runs", "/api/runs/run", "/api/runs/run/metrics", "/api/compare", "/files/run/run.json"]
+    path = rng.choice(paths)
+    if rng.random() < 0.5:
+        path += quote(rng.choice(ODD_TEXT)[:2000])
+    query = {rng.choice(["token", "run", "runs", "round", "x"]): rng.choice(ODD_TEXT)[:2000]}
+    headers = {"authorization": "Bearer secret"} if rng.random() < 0.7 else {}
+    body = spoil_bytes(b"token=secret", rng) if rng.random() < 0.5 else b""
+    found = pages().request(rng.choice(["GET", "GET", "POST", "PUT"]), path, params=query, headers=headers, content=body)
+    assert found.status_code < 500, f"{path[:100]}: {found.status_code}"
+
+
+HERE = (configuration, change, command_line, ledger, data_file)  # twice as many as the others
+FEDERATION = ("contract", "policy", "papers", "request", "request", "reply", "packed", "sum_message", "trainer_bytes",
+              "shuffler_bytes")  # fmt: skip
+
+
+@functools.lru_cache
+def targets() -> tuple[Any, ...]:
+    """What input `number` fuzzes: targets()[number % len(targets())]."""
+    here = (*HERE, run_folder, page, *HERE)
+    if importlib.util.find_spec("flwr") is None:
+        return here
+    sys.path.insert(0, str(Path(__file__).parent))
+    import fuzz_flower
+
+    return (*here, *(getattr(fuzz_flower, name) for name in FEDERATION))
+
+
+def one(number: int, seconds: int = SECONDS) -> tuple[str, str]:
     """Try input `number`: (what was fuzzed, "accepted" | "refused" | what went wrong)."""
     from fedveil.errors import UserError
 
     rng = random.Random(number)
-    target = TARGETS[number % len(TARGETS)]
+    target = targets()[number % len(targets())]
 
     def late(*_: object) -> None:
         raise TooSlow
 
     signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         with tempfile.TemporaryDirectory(prefix="fuzz") as place, contextlib.redirect_stderr(io.StringIO()):
             target(rng, Path(place))
@@ -287,12 +372,12 @@ def one(number: int) -> tuple[str, str]:
         assert str(wrong).strip() and len(str(wrong)) < 20_000, "an error without a bearable message"
         return target.__name__, "refused"
     except TooSlow:
-        return target.__name__, f"took more than {SECONDS} s"
+        return target.__name__, f"took more than {seconds} s"
     except BaseException as wrong:
         if isinstance(wrong, KeyboardInterrupt):
             raise
         where = traceback.extract_tb(wrong.__traceback__)[-1]
-        return target.__name__, f"{type(wrong).__name__}: {str(wrong)[:120]} ({Path(where.filename).name}:{where.lineno})"
+        return target.__name__, f"{type(wrong).__name__}: {str(wrong)[:300]} ({Path(where.filename).name}:{where.lineno})"
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
@@ -302,24 +387,25 @@ def main() -> int:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--count", type=int, default=1000)
     parse.add_argument("--state", type=Path)
+    parse.add_argument("--first", type=int, default=0, help="number of the first input, where several share the work")
     parse.add_argument("--only", type=int, help="repeat one input, with its traceback")
     given = parse.parse_args()
     if given.only is not None:
         with tempfile.TemporaryDirectory() as place:
-            TARGETS[given.only % len(TARGETS)](random.Random(given.only), Path(place))
+            targets()[given.only % len(targets())](random.Random(given.only), Path(place))
         return 0
-    state = {"next": 0, "counts": {}, "failures": []}
+    state: dict[str, Any] = {"next": given.first, "counts": {}, "failures": []}
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text())
     counts, failures, begun = Counter(state["counts"]), list(state["failures"]), time.monotonic()
-    for number in range(state["next"], given.count):
+    for number in range(state["next"], given.first + given.count):
         target, outcome = one(number)
         kind = outcome if outcome in ("accepted", "refused") else "failed"
         counts[f"{target} {kind}"] += 1
         if kind == "failed":
             failures.append([number, target, outcome])
             print(number, target, outcome, flush=True)
-        if given.state and (number % 200 == 199 or number + 1 == given.count):
+        if given.state and (number % 200 == 199 or number + 1 == given.first + given.count):
             held = {"next": number + 1, "counts": dict(sorted(counts.items())), "failures": failures}
             temporary = given.state.with_suffix(".tmp")
             temporary.write_text(json.dumps(held, indent=1))

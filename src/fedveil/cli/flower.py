@@ -123,6 +123,7 @@ def up(
         Path | None, typer.Option(help="Policy file for all nodes (default: every private recipe).")
     ] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the datasets (else FEDVEIL_DATA).")] = None,
+    shuffler: Annotated[str | None, typer.Option(help="Address of a shuffler beside it: tcp:HOST:PORT or unix:PATH.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return at once; stop with `fedveil flower down`.")
     ] = False,
@@ -157,6 +158,7 @@ def up(
             err=True,
         )
     more = {"datasets": str(Path(data).absolute())} if data else {}
+    more |= {"shuffler": shuffler} if shuffler else {}
     begun = stack.up(
         home, nodes, port=port, insecure=insecure, policy=text, node_config=more, trainers=not no_trainer
     )

@@ -283,6 +283,8 @@ _ROTATED: dict[str, limits.Check] = {
     "before": limits.is_hex(32),
     "proof": limits.is_hex(64),
 }
+_PENDING = {key: _INVITE[key] for key in ("number", "name", "expires")}
+_STUDY = {key: _INVITE[key] for key in ("study", "owner", "number", "name")}
 
 
 def open_roster(path: Path, study: str = "") -> Roster:
@@ -344,9 +346,16 @@ def _pending_path(roster: Path) -> Path:
 
 def _pending(roster: Path) -> dict[str, dict[str, Any]]:
     path = _pending_path(roster)
-    found = limits.json_file(path, "open invitations") if path.exists() else {}
-    now = time.time()
-    return {k: v for k, v in found.items() if isinstance(v, dict) and v.get("expires", 0) > now}
+    if not path.exists():
+        return {}
+    found, now = limits.json_file(path, "open invitations"), time.time()
+    try:
+        if not isinstance(found, dict):
+            raise limits.Malformed("expected a table of invitations")
+        read = {token: limits.fields(told, "open invitation", _PENDING) for token, told in found.items()}
+    except limits.Malformed as wrong:
+        raise UserError(f"{path}: {wrong}") from None
+    return {token: told for token, told in read.items() if told["expires"] > now}
 
 
 def _write_pending(roster: Path, values: dict[str, Any]) -> None:
@@ -436,7 +445,10 @@ def rotate(home: Path, answer: Path) -> Path:
     """On the node: new keys beside the old ones, and a statement signed by both; `finish_rotation` puts them to use."""
     from fedveil.flower.stack import make_node_key
 
-    about = limits.json_file(home / "study.json", "study")
+    try:
+        about = limits.fields(limits.json_file(home / "study.json", "study"), "study", _STUDY)
+    except limits.Malformed as wrong:
+        raise UserError(f"{home / 'study.json'}: {wrong}") from None
     secret = identity.read_identity(home / "identity")
     if (home / "identity.new").exists():
         raise UserError(f"{home}/identity.new exists: a rotation is under way")
