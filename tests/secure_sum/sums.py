@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedveil.secure_sum import coordinator, messages, party
+from fedveil.secure_sum import coordinator, messages, party, shamir
 from fedveil.secure_sum.parameters import Parameters
 from fedveil.secure_sum.party import Session
 
@@ -113,23 +113,41 @@ def forged(draw: random.Random, data: bytes, other: bytes | None) -> bytes:
     return bytes(changed)
 
 
+def spoilt(draw: random.Random, session: Session, secret: bytes, data: bytes) -> bytes:
+    """What a member that wants to harm sends instead of its message, signed all the same: wrong boxes, wrong shares."""
+    if data[6] not in (messages.Shares.KIND, messages.Reveal.KIND):
+        return data
+    me, body = messages.unpack(session.context, data, session.roster)
+    if isinstance(body, messages.Shares):
+        boxes = tuple((i, draw.randbytes(len(box)) if draw.random() < 0.5 else box) for i, box in body.boxes)
+        body = messages.Shares(boxes)
+    else:
+        shares = tuple(
+            (i, kind, draw.randrange(shamir.PRIME) if draw.random() < 0.5 else share)
+            for i, kind, share in body.shares
+        )
+        body = messages.Reveal(shares)
+    return messages.pack(session.context, me, body, Ed25519PrivateKey.from_private_bytes(secret))
+
+
 def attempt(
-    draw: random.Random, n: int, t: int, c: int, size: int = 4, trouble: float = 1.0, dies=None, **more
+    draw: random.Random, n: int, t: int, c: int, size: int = 4, trouble: float = 1.0, dies=None, spoil=0.0, **more
 ):
     """One attempt with an honest server on a bad network; returns (result, nodes, vectors).
 
     Nodes die for good, or die and come back from their journals; messages come in any order, twice, too late, forged, or
-    from another attempt with the same identities.
+    from another attempt or another round with the same identities. spoil: the chance that up to c members do harm.
     """
+    spoilers = set(draw.sample(range(1, n + 1), c)) if draw.random() < spoil else set()
     seed = draw.randrange(2**32)
     secrets = identities(n, seed)
     here = session(secrets, t, c, size, **more)
-    there = replace(here, attempt=1)
+    there = (replace(here, attempt=1), replace(here, round=0))
     inputs = vectors(n, size, seed)
     nodes = {i: Node(here, i, secrets[i - 1], inputs[i], draw.randbytes(32)) for i in inputs}
     strange = {
-        i: party.begin(there, i, secrets[i - 1], draw.randbytes(32)).messages[0] for i in inputs
-    }  # of another attempt
+        i: party.begin(draw.choice(there), i, secrets[i - 1], draw.randbytes(32)).messages[0] for i in inputs
+    }  # of another attempt, or of another round
     if dies is None:
         dies = {i: draw.randint(0, 5) for i in inputs if draw.random() < trouble * 0.12}
     server = coordinator.begin(here)
@@ -160,7 +178,10 @@ def attempt(
             continue
         if draw.random() < trouble * 0.05:
             node.crash()
-        queue += [(0, answer) for answer in node.receive(data)]
+        answers = node.receive(data)
+        if receiver in spoilers:
+            answers = [spoilt(draw, here, node.secret, answer) for answer in answers]
+        queue += [(0, answer) for answer in answers]
     assert server.result is not None
     return server.result, nodes, inputs
 
@@ -173,3 +194,12 @@ def assert_exact(result, inputs) -> bool:
     expected = sum(inputs[i] for i in result.survivors)
     assert np.array_equal(result.total, expected)
     return True
+
+
+def bad_network(draw: random.Random, n: int, t: int, c: int, trouble: float, spoil: float = 0.0) -> bool:
+    """Play one attempt; whether there was a sum. It is exact, and no node gave away shares of both kinds."""
+    result, nodes, inputs = attempt(draw, n, t, c, trouble=trouble, spoil=spoil)
+    for node in nodes.values():
+        kinds = kinds_revealed(node.session, node.left.get(messages.Reveal.KIND, set()))
+        assert all(len(found) == 1 for found in kinds.values()), "shares of both kinds left a node"
+    return assert_exact(result, inputs)

@@ -78,10 +78,10 @@ def test_the_mask_stream_is_aes_256_in_counter_mode():
 def test_a_mask_is_the_key_stream_and_taking_it_off_gives_the_words_back(word, size):
     words = np.random.default_rng(1).integers(0, 2**32, size).astype(f"<u{word // 8}")
     masked = words.copy()
-    masks.add(masked, b"k" * 32, 1)
+    masks.add_all(masked, [(b"k" * 32, 1)])
     stream = np.frombuffer(masks.stream(b"k" * 32, words.nbytes), words.dtype)
     assert np.array_equal(masked, words + stream)
-    masks.add(masked, b"k" * 32, -1)
+    masks.add_all(masked, [(b"k" * 32, -1)])
     assert np.array_equal(masked, words)
 
 

@@ -236,6 +236,7 @@ def _close_reveals(c: Coordinator, here: tuple[int, ...]) -> Step:
     assert c.total is not None
     parameters, total = c.session.parameters, c.total.copy()
     known: dict[tuple[int, ...], list[int]] = {}
+    seeds: list[tuple[bytes, int]] = []
     for node in c.members:
         kind = messages.SELF_SEED if node in c.survivors else messages.MASK_KEY
         around = neighbours(parameters, node, c.keys, c.survivors)
@@ -245,12 +246,13 @@ def _close_reveals(c: Coordinator, here: tuple[int, ...]) -> Step:
         if secret is None:
             return Step(_failed(c, f"the shares of node {node} do not give its secret"))
         if kind == messages.SELF_SEED:
-            masks.add(total, own_seed(c.context, node, secret), -1)
+            seeds.append((own_seed(c.context, node, secret), -1))
             continue
         private = masks.private_key(secret)
         for other in around:
             seed = pair_seed(c.context, private, c.keys[other].mask, node, other)
-            masks.add(total, seed, -1 if other < node else 1)
+            seeds.append((seed, -1 if other < node else 1))
+    masks.add_all(total, seeds)
     signed = total.view(f"<i{parameters.word // 8}").astype(np.int64)
     return Step(replace(c, stage=DONE, expected=(), result=Sum(signed, c.survivors, c.members)))
 

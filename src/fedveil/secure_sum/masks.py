@@ -6,6 +6,8 @@ A key therefore encrypts one thing ever, and the constant nonces below are never
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -71,20 +73,21 @@ def stream(key: bytes, count: int) -> bytes:
     return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(count))
 
 
-def add(total: np.ndarray, seed: bytes, sign: int) -> None:
-    """Add the mask of `seed` to words (uint32 or uint64, little-endian) in place, or subtract it; modulo 2**width.
+def add_all(total: np.ndarray, seeds: Iterable[tuple[bytes, int]]) -> None:
+    """Add the mask of each (seed, sign) to words (uint32 or uint64, little-endian) in place; modulo 2**width.
 
     Formal guarantee: for a uniform seed that is used for nothing else, a mask is indistinguishable from uniform words
     as long as AES-256 is from a random permutation (counter mode; below 2**40 blocks per key).
     """
-    cipher = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
+    ciphers = [(Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor(), sign) for seed, sign in seeds]
     room = bytearray(_CHUNK + 15)
     step = _CHUNK // total.itemsize
     for start in range(0, total.size, step):
         part = total[start : start + step]
-        cipher.update_into(_ZEROS if part.nbytes == _CHUNK else bytes(part.nbytes), room)
         mask = np.frombuffer(room, part.dtype, part.size)
-        if sign > 0:
-            part += mask
-        else:
-            part -= mask
+        for cipher, sign in ciphers:
+            cipher.update_into(_ZEROS if part.nbytes == _CHUNK else bytes(part.nbytes), room)
+            if sign > 0:
+                part += mask
+            else:
+                part -= mask

@@ -416,14 +416,15 @@ def upload(party: Party, vector: np.ndarray) -> Move:
         raise UserError(f"secure sum: expected {parameters.size} integers, not {vector.dtype} {vector.shape}")
     words = vector.astype(np.int64, copy=False).view("<u8").astype(f"<u{parameters.word // 8}")
     secret = secrets_of(party)
-    masks.add(words, own_seed(party.context, me, secret.seed), 1)
+    seeds = [(own_seed(party.context, me, secret.seed), 1)]
     private = masks.private_key(secret.mask)
     for other in neighbours(parameters, me, party.keys, party.members):
         try:
             seed = pair_seed(party.context, private, party.keys[other].mask, me, other)
         except ValueError:
             raise UserError(f"secure sum: node {other} published a key that hides nothing") from None
-        masks.add(words, seed, 1 if me < other else -1)
+        seeds.append((seed, 1 if me < other else -1))
+    masks.add_all(words, seeds)
     data = words.tobytes()
     body = messages.Header(members_digest(party.context, party.members), hashlib.sha256(data).digest())
     header = messages.pack(party.context, me, body, Ed25519PrivateKey.from_private_bytes(party.signing))
