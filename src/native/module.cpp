@@ -22,6 +22,7 @@
 
 #include "engine.h"
 #include "exact.h"
+#include "masks.h"
 
 namespace nb = nanobind;
 using namespace fedveil;
@@ -113,6 +114,32 @@ LongOut discrete_normals(nb::bytes key, int64_t step, int64_t count, double sigm
                       out);
     }
     return LongOut(out, {size_t(count)}, owner);
+}
+
+std::vector<std::string> mask_ciphers() {
+    std::vector<std::string> out;
+    for (const char* name : {"vaes", "aes"})
+        if (mask_kernels(name)) out.emplace_back(name);
+    return out;
+}
+
+// Adds the masks of keys (32 bytes each, one after the other) to words; signs: a byte 0 subtracts that mask.
+template <class Word>
+void add_masks(nb::ndarray<Word, nb::ndim<1>, nb::c_contig, nb::device::cpu> words, nb::bytes keys, nb::bytes signs,
+               const std::string& cipher) {
+    if (keys.size() != 32 * signs.size()) throw std::invalid_argument("a mask has a key of 32 bytes and a sign");
+    const MaskKernels* kernels = mask_kernels(cipher.c_str());
+    if (!kernels) throw std::invalid_argument("this CPU or build has no cipher '" + cipher + "'");
+    std::vector<MaskKey> schedules(signs.size());
+    for (size_t m = 0; m < signs.size(); ++m) {
+        kernels->expand(reinterpret_cast<const uint8_t*>(keys.c_str()) + 32 * m, schedules[m]);
+        schedules[m].subtract = signs.c_str()[m] == 0;
+    }
+    uint8_t* data = reinterpret_cast<uint8_t*>(words.data());
+    nb::gil_scoped_release release;
+    (sizeof(Word) == 4 ? kernels->add32 : kernels->add64)(schedules.data(), int(schedules.size()), data,
+                                                           words.size() * sizeof(Word));
+    std::memset(static_cast<void*>(schedules.data()), 0, schedules.size() * sizeof(MaskKey));
 }
 
 // An array of `count` integers that fill(choice, cipher, stream, out) writes.
@@ -381,6 +408,9 @@ NB_MODULE(_native, m) {
           nb::arg("example") = 0, nb::arg("isa") = "auto");
     m.def("exact_staircase", &exact_staircases, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("shape"),
           nb::arg("example") = 0, nb::arg("joint") = false, nb::arg("isa") = "auto");
+    m.def("mask_ciphers", &mask_ciphers);
+    m.def("add_masks", &add_masks<uint32_t>, nb::arg("words").noconvert(), nb::arg("keys"), nb::arg("signs"), nb::arg("cipher"));
+    m.def("add_masks", &add_masks<uint64_t>, nb::arg("words").noconvert(), nb::arg("keys"), nb::arg("signs"), nb::arg("cipher"));
     m.def("normals",
           [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, const std::string& isa) {
               return noise(key, step, count, first, example, NORMAL, nullptr, isa);

@@ -24,6 +24,7 @@ from fedveil.protect.place import Reports
 
 torch.set_num_threads(1)
 
+SHARES = {"secure_sum": True, "sum_threshold": 4, "sum_colluders": 2}
 HONEST = [  # (recipe, model, changes of the recipe, changes of the run)
     ("non-private", "papers-mlp", {}, {}),
     ("fed-cdp-sound", "papers-mlp", {"sigma": 2.0}, {}),
@@ -45,6 +46,11 @@ HONEST = [  # (recipe, model, changes of the recipe, changes of the run)
     ("nbafl", "papers-mlp", {"sigma": 0.1}, {}),
     ("ldp-fl", "papers-mlp", {}, {}),
     ("fed-cdp-sound", "papers-mlp", {"sigma": 2.0, "aggregate": "adam"}, {"server_learning_rate": 0.01}),
+    # Hardly anything but noise: over all examples, not over more; shares of it that add up to more than planned.
+    ("sum-cdp", "logistic", {"sigma": 3000.0, "sampling": "full", "cohort": "all"}, {}),
+    ("sum-cdp", "logistic", {"sigma": 3000.0, "sampling": "full", "cohort": "all"}, SHARES),
+    ("sum-cdp", "logistic", {"sigma": 300.0, "cohort": "all"}, SHARES),
+    ("dp-fedavg", "logistic", {"sigma": 30.0, "cohort": "all"}, SHARES),
 ]
 
 

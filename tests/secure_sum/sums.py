@@ -131,7 +131,15 @@ def spoilt(draw: random.Random, session: Session, secret: bytes, data: bytes) ->
 
 
 def attempt(
-    draw: random.Random, n: int, t: int, c: int, size: int = 4, trouble: float = 1.0, dies=None, spoil=0.0, **more
+    draw: random.Random,
+    n: int,
+    t: int,
+    c: int,
+    size: int = 4,
+    trouble: float = 1.0,
+    dies=None,
+    spoil=0.0,
+    **more,
 ):
     """One attempt with an honest server on a bad network; returns (result, nodes, vectors).
 

@@ -13,6 +13,7 @@ from fedveil.errors import UserError
 from fedveil.privacy import accountants
 from fedveil.privacy.accountants import answer
 from fedveil.protect import exact
+from fedveil.protect import noise as streams
 from fedveil.secure_sum import graph, journal, masks, messages, noise, parameters, party, shamir
 from fedveil.secure_sum.parameters import Parameters
 
@@ -83,6 +84,39 @@ def test_a_mask_is_the_key_stream_and_taking_it_off_gives_the_words_back(word, s
     assert np.array_equal(masked, words + stream)
     masks.add_all(masked, [(b"k" * 32, -1)])
     assert np.array_equal(masked, words)
+
+
+@pytest.mark.parametrize("cipher", ["vaes", "aes", "best"])
+@pytest.mark.parametrize("word", [32, 64])
+def test_the_compiled_masks_are_those_of_the_library(cipher, word):
+    """Every size around a tile of 256 bytes and a piece of 4,096, several keys at once, both signs."""
+    native = streams._native
+    if cipher != "best" and cipher not in getattr(native, "mask_ciphers", tuple)():
+        pytest.skip(f"this processor or build has no '{cipher}'")
+    draw = np.random.default_rng(2)
+    for size in (0, 1, 2, 31, 32, 33, 63, 64, 65, 1023, 1024, 1025, 4099, 70_001):
+        words = draw.integers(0, 2**word, size, np.uint64).astype(f"<u{word // 8}")
+        seeds = [(draw.bytes(32), int(sign)) for sign in draw.choice([-1, 1], 5)]
+        expected, found = words.copy(), words.copy()
+        masks._add_with_library(expected, seeds)
+        if cipher == "best":
+            masks.add_all(found, seeds)
+        else:
+            keys, signs = b"".join(seed for seed, _ in seeds), bytes(sign > 0 for _, sign in seeds)
+            native.add_masks(found, keys, signs, cipher)
+        assert np.array_equal(found, expected)
+
+
+def test_compiled_masks_refuse_keys_and_words_that_they_cannot_use():
+    if not getattr(streams._native, "mask_ciphers", tuple)():
+        pytest.skip("this processor or build has no ciphers for masks")
+    best = streams._native.mask_ciphers()[0]
+    with pytest.raises(ValueError, match="32 bytes"):
+        streams._native.add_masks(np.zeros(4, np.uint32), bytes(31), b"\1", best)
+    with pytest.raises(ValueError, match="no cipher"):
+        streams._native.add_masks(np.zeros(4, np.uint32), bytes(32), b"\1", "rot13")
+    with pytest.raises(TypeError):
+        streams._native.add_masks(np.zeros(4, np.float32), bytes(32), b"\1", best)
 
 
 def _bodies():
@@ -318,7 +352,9 @@ def test_claims_carry_the_samplers_errors_and_the_chance_of_a_sparse_graph():
 def test_values_far_out_or_not_finite_become_zero_as_a_whole_and_others_the_nearest_steps(broken):
     p = Parameters(MODEL, 40_000, 2.0**-10, 1.0, 4.0, 5, 4, 1)
     values = np.random.default_rng(1).normal(size=p.size).astype(np.float32)
-    assert np.array_equal(noise.on_grid(p, values), np.rint(values.astype(np.float64) / p.grid).astype(np.int64))
+    assert np.array_equal(
+        noise.on_grid(p, values), np.rint(values.astype(np.float64) / p.grid).astype(np.int64)
+    )
     wide = values.astype(np.float64)
     wide[-1] = broken
     assert not noise.on_grid(p, wide).any()

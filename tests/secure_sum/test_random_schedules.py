@@ -52,6 +52,9 @@ def test_the_long_run_of_random_schedules_goes_on_where_it_was(tmp_path):
     """tests/tools/schedules.py plays 10,000 of up to 12 nodes, 2,000 lying servers, 200 of sixty nodes; here a few."""
     tool, state = Path(__file__).parents[1] / "tools/schedules.py", tmp_path / "state.json"
     for share in ("0.0005", "0.001"):
-        subprocess.run([sys.executable, tool, "--share", share, "--kinds", "network", "liar", "--state", state], check=True)
+        subprocess.run(
+            [sys.executable, tool, "--share", share, "--kinds", "network", "liar", "--state", state],
+            check=True,
+        )
     found = json.loads(state.read_text())
     assert found["next"] == {"network": 10, "liar": 2} and found["failures"] == []

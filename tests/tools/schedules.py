@@ -68,7 +68,9 @@ def main() -> int:
     parse.add_argument("--kinds", nargs="+", choices=COUNTS, default=list(COUNTS))
     parse.add_argument("--share", type=float, default=1.0, help="of the runs of each kind")
     parse.add_argument("--state", type=Path)
-    parse.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="repeat one run, with its traceback")
+    parse.add_argument(
+        "--only", nargs=2, metavar=("KIND", "NUMBER"), help="repeat one run, with its traceback"
+    )
     given = parse.parse_args()
     # Whether a signature is right is a function of its bytes: many nodes in one process ask once.
     messages.verify = lru_cache(1 << 16)(messages.verify)

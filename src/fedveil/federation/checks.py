@@ -25,13 +25,15 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedveil.federation.round import State, Task, learning_rate_of, moment_of
+from fedveil.federation import sums
+from fedveil.federation.round import State, Task, learning_rate_of, moment_of, noised_of
 from fedveil.models.layout import Layout, unflatten
 from fedveil.protect.aggregate import Adam, Mean, Scaffold
 from fedveil.protect.clip import Given
 from fedveil.protect.place import InSum, Reports
 from fedveil.protect.recipe import Recipe
 from fedveil.protect.setting import Moment, Setting
+from fedveil.secure_sum.noise import share_deviation
 from fedveil.training.contract import SGD
 
 PROBES = 256
@@ -133,35 +135,41 @@ def _activity(
 
 
 def allowed_change(
-    recipe: Recipe, *, bound: float, sigma: float, learning_rate: float, steps: int, batch: float, dimension: int, layers: int,
-    cohort: float, server_rate: float = 1.0, own_largest: float | None = None, limits: Limits = Limits(),
+    recipe: Recipe, setting: Setting, *, bound: float, sigma: float, learning_rate: float, excess: float = 1.0,
+    server_rate: float = 1.0, own_largest: float | None = None, limits: Limits = Limits(),
 ) -> float | None:  # fmt: skip
     """How far honest averaging can move the model in one round, in l2; None if nothing is known yet.
 
     With a clip this follows from the recipe: every example (client) adds at most the joint bound, and the norm of the noise is at
-    most deviation * (sqrt(d) + 7) but with probability 1e-9. Batches are taken as up to twice their expected size plus 20.
-    Without one, a node judges by its own updates."""
+    most deviation * (sqrt(d) + 7) but with probability 1e-9. Batches are taken as up to twice their expected size plus 20;
+    other clients have at least a batch of records.
+    excess: how much wider the noise may be than the recipe's. Without a clip a node judges by its own updates."""
     place, clip = recipe.place, recipe.clip
     if not clip.bounded or type(clip.rule) is not Given or type(recipe.aggregate) not in (Mean, Scaffold):
         return None if own_largest is None else limits.own_factor * own_largest * max(1.0, server_rate)
-    joint, tail = clip.joint(bound, layers), math.sqrt(dimension) + 7
+    joint, tail = clip.joint(bound, setting.layers), excess * (math.sqrt(setting.dimension) + 7)
     if recipe.law is not None and not recipe.law.adds_up:
         tail *= 4  # heavier tails
-    many = math.ceil(max(cohort, 1.0))
-    setting = Setting(many, cohort, 1, steps, batch, many * MANY, layers, dimension)
-    noised = place.noised(recipe, setting, Moment(1, (bound,), (sigma,)), MANY)
+    noised = place.noised(recipe, setting, Moment(1, (bound,), (sigma,)), max(1, setting.examples))
     deviation = max((one.deviation for one in noised), default=0.0)
     if place.target == "gradient":
-        most = 2 + 20 / batch
-        per = place.everyone(recipe, setting) if isinstance(place, InSum) else batch
+        most = 2 + 20 / setting.batch
+        per = place.everyone(recipe, setting) if isinstance(place, InSum) else setting.batch
         spread = deviation * (math.sqrt(most) if recipe.noise_on.for_each else 1.0) * tail
-        return server_rate * learning_rate * steps * (most * joint + spread / per)
+        return server_rate * learning_rate * setting.steps * (most * joint + spread / per)
     if place.open_uploads:
         return server_rate * (joint + deviation * tail)
-    return server_rate * ((2 + 20 / cohort) * joint + deviation * tail / cohort)
+    return server_rate * ((2 + 20 / setting.cohort) * joint + deviation * tail / setting.cohort)
 
 
-MANY = 1_000_000  # records of a client that is larger than any batch
+def _excess(task: Task, now: Moment) -> float:
+    """How much wider the noise of a sum under masks is than planned if everyone survives, rounding of each vector included."""
+    if task.secure is None:
+        return 1.0
+    (noised,) = noised_of(task, now, -1, task.setting.examples)
+    parameters = sums.parameters_of(task, noised, bytes(32))
+    widest = share_deviation(parameters) * math.sqrt(parameters.nodes) + parameters.nodes * parameters.grid / 2
+    return widest / noised.deviation
 
 
 def round_limit(
@@ -180,9 +188,9 @@ def round_limit(
         return None if known is None else gain * known
     now = moment_of(task, state)
     found = allowed_change(
-        recipe, bound=max(now.bounds), sigma=max(now.sigmas, default=0.0), learning_rate=learning_rate_of(task, state.round),
-        steps=setting.steps, batch=setting.batch, dimension=task.layout.size, layers=task.layout.layers, cohort=setting.cohort,
-        server_rate=task.server_learning_rate, own_largest=own_largest, limits=limits,
+        recipe, setting, bound=max(now.bounds), sigma=max(now.sigmas, default=0.0), excess=_excess(task, now),
+        learning_rate=learning_rate_of(task, state.round), server_rate=task.server_learning_rate, own_largest=own_largest,
+        limits=limits,
     )  # fmt: skip
     return None if found is None else gain * found * (3 if isinstance(recipe.aggregate, Scaffold) else 1)
 
