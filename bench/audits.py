@@ -1,6 +1,6 @@
 """Does the audit keep what it says? Correct runs accused, broken ones caught with the power stated in advance.
 
-python -m bench.audits run OUT.jsonl [--correct 300] [--broken 40]     one line per audit; called again it goes on
+python -m bench.audits run OUT.jsonl [--correct 300] [--broken 40] [--only KIND]    one line per audit; called again it goes on
 python -m bench.audits table OUT.jsonl                                 the table of docs/attacks.md
 
 Level 0.1% everywhere. Every setting is planned first: as many canaries as find half the noise in 99% of all audits.
@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,13 +21,13 @@ import numpy as np
 import torch
 
 from fedveil.attacks import campaign
-from fedveil.attacks.audit import canaries, lowbits, plan
-from fedveil.attacks.audit.coalition import audit_coalition
+from fedveil.attacks.audit import canaries, coalition, lowbits, plan
 from fedveil.attacks.campaign import BITS_SHARE
 from fedveil.attacks.membership import exact_interval
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.loop import prepare
 from fedveil.federation.loop import run as simulate
+from fedveil.privacy.ledger import Ledger
 
 LEVEL, FACTOR = 0.001, 2.0
 
@@ -88,14 +89,18 @@ PREPARED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@cache
+def ledger_of(name: str, rounds: int) -> Ledger:
+    """What a setting promises after so many rounds; no seed changes it."""
+    return canaries.as_planned(prepare(SETTINGS[name].config()), rounds)
+
+
 def planned(name: str) -> plan.Plan:
     """How many canaries find half the noise in 99% of all audits of a setting."""
     config = SETTINGS[name].config()
-    prepared = prepare(config)
-    unit, observer = canaries.unit_of(prepared)
-    ledger = canaries.as_planned(prepared, config.rounds)
+    unit, observer = canaries.unit_of(prepare(config))
     seat = "server" if config.secure_sum else observer
-    epsilon, _, curve = canaries.promised(ledger, seat, unit, config.delta)
+    epsilon, _, curve = canaries.promised(ledger_of(name, config.rounds), seat, unit, config.delta)
     assert epsilon is not None
     score = canaries.planned_score(config, config.rounds)
     found = plan.plan(score.signal, epsilon, config.rounds, curve=curve, delta=config.delta, factor=FACTOR,
@@ -108,15 +113,12 @@ def audited(name: str, count: int, seed: int, how: dict[str, float]) -> dict[str
     """One whole audit as `fedveil audit` makes it: canaries, then low bits, against the promise of the correct run."""
     setting = SETTINGS[name]
     config, practice = setting.config(), setting.config(**how) if how else None
-    promised = canaries.as_planned(prepare(config), config.rounds)
-    judge = audit_coalition if config.secure_sum else canaries.audit
-    found, _ = judge(config, ledger=promised, practice=practice, canaries=count, seed=seed,
+    judge = coalition.audit_coalition if config.secure_sum else canaries.audit
+    found, _ = judge(config, ledger=ledger_of(name, config.rounds), practice=practice, canaries=count, seed=seed,
                      significance=LEVEL * (1 - BITS_SHARE))  # fmt: skip
     executed = prepare((practice or config).model_copy(update={"seed": seed}))
     bits = lowbits.look(executed, units=200, significance=LEVEL * BITS_SHARE, seed=seed)
-    once, _, _ = canaries.promised(
-        canaries.as_planned(prepare(config), 1), bits.observer, bits.unit, config.delta
-    )  # type: ignore[arg-type]
+    once, _, _ = canaries.promised(ledger_of(name, 1), bits.observer, bits.unit, config.delta)  # type: ignore[arg-type]
     return {"accused": found.verdict == "promise broken" or bits.broken(once), "shown": found.epsilon_lower,
             "promised": found.epsilon_promised, "canaries": count}  # fmt: skip
 
@@ -128,12 +130,25 @@ def float_bits(name: str, releases: int, seed: int) -> dict[str, Any]:
     found = lowbits.look(
         prepare(setting.config(grid=0.0)), units=releases, significance=LEVEL * BITS_SHARE, seed=seed
     )
-    once, _, _ = canaries.promised(
-        canaries.as_planned(prepare(config), 1), found.observer, found.unit, config.delta
-    )  # type: ignore[arg-type]
+    once, _, _ = canaries.promised(ledger_of(name, 1), found.observer, found.unit, config.delta)  # type: ignore[arg-type]
     share = found.with_excludes_without / max(1, found.releases)
     return {"accused": found.broken(once), "shown": found.epsilon_lower, "promised": once, "share": share,
             "canaries": found.releases}  # fmt: skip
+
+
+@cache
+def float_releases(name: str) -> int:
+    """How many releases it takes to show float noise, planned by a pilot that is not counted."""
+    share, config = float_bits(name, 400, 999)["share"], SETTINGS[name].config()
+    once, _, _ = canaries.promised(ledger_of(name, 1), "server", "example", config.delta)
+    number = lowbits.releases_needed(
+        share, float(once or 0), delta=config.delta, significance=LEVEL * BITS_SHARE / 2
+    )
+    print(
+        f"float noise, {name}: {share:.2f} of the releases excluded in a pilot; {number} releases needed",
+        flush=True,
+    )
+    return number or 4000
 
 
 def leaking(how: str, seed: int) -> dict[str, Any]:
@@ -173,34 +188,22 @@ def jobs(correct: int, broken: int) -> Iterator[tuple[str, str, int, Callable[[]
                 continue
             for seed in range(broken):
                 yield what, name, seed, lambda n=name, s=seed, h=how: audited(n, count(n), s, h)
-    for name in ("uploads, all records",):
-        share = float_bits(name, 400, 999)["share"]  # a pilot that is not counted
-        config = SETTINGS[name].config()
-        once, _, _ = canaries.promised(
-            canaries.as_planned(prepare(config), 1), "server", "example", config.delta
-        )
-        number = lowbits.releases_needed(
-            share, float(once or 0), delta=config.delta, significance=LEVEL * BITS_SHARE / 2
-        )
-        print(
-            f"float noise, {name}: {share:.2f} of the releases excluded in a pilot; {number} releases needed",
-            flush=True,
-        )
-        for seed in range(broken):
-            yield "float noise", name, seed, lambda n=name, s=seed, k=number or 4000: float_bits(n, k, s)
+    name = "uploads, all records"
+    for seed in range(broken):
+        yield "float noise", name, seed, lambda s=seed: float_bits(name, float_releases(name), s)
     for how in PREPARED:
         for seed in range(broken):
             what = "correct preparation" if how == "public range" else "leaking preparation"
             yield what, how, seed, lambda h=how, s=seed: leaking(h, s)
 
 
-def run(out: Path, correct: int, broken: int) -> None:
+def run(out: Path, correct: int, broken: int, only: str) -> None:
     done = (
         {tuple(json.loads(line)["job"]) for line in out.read_text().splitlines()} if out.exists() else set()
     )
     with out.open("a") as file:
         for what, name, seed, make in jobs(correct, broken):
-            if (what, name, seed) not in done:
+            if only in what and (what, name, seed) not in done:
                 file.write(json.dumps({"job": [what, name, seed], **make()}, default=float) + "\n")
                 file.flush()
 
@@ -226,5 +229,9 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--correct", type=int, default=300)
     parser.add_argument("--broken", type=int, default=40)
+    parser.add_argument("--only", default="", help="a part of a kind's name")
     asked = parser.parse_args()
-    run(asked.out, asked.correct, asked.broken) if asked.command == "run" else table(asked.out)
+    canaries.promised = coalition.promised = cache(
+        canaries.promised
+    )  # half of an audit's time, whatever the seed
+    run(asked.out, asked.correct, asked.broken, asked.only) if asked.command == "run" else table(asked.out)

@@ -120,7 +120,8 @@ def _with_the_sums_noise(task: Task, now: Moment, total: np.ndarray) -> tuple[np
 def view_sum(
     task: Task, state: State, rows: Mapping[int, np.ndarray], sent: Mapping[int, np.ndarray] = {}
 ) -> np.ndarray | None:
-    """The sum that is opened when each client takes one step on its `rows`; all other clients add nothing.
+    """The sum that the server has in hand when each client takes one step on its `rows`; all other clients add nothing. Noise that
+    the server adds itself is not in it; two-valued reports are read as a change of the weights.
 
     sent: weights that a malicious server sent to single clients instead of the state's. None: nothing is opened, because
     masks of nodes that were sent different models do not cancel out (the model is part of what nodes agree on)."""
@@ -134,6 +135,8 @@ def view_sum(
         work = replace(work_of(task, state, now, client), rows=np.asarray(chosen, np.int32)[None, :])
         result = reference_train(task.module, weights, task.x, task.y, [work], plan)
         updates[client] = sanitise_update(task, now, result.delta[0], client, weights)
+    if isinstance(task.recipe.place, Reports):
+        return _reported(task, state, now, updates)[0].astype(np.float64) * len(updates)
     total = np.sum([u.astype(np.float64) for u in updates.values()], axis=0)
     if task.secure is not None:
         if any(not np.array_equal(w, state.weights) for w in sent.values()):
@@ -142,7 +145,7 @@ def view_sum(
         (noised,) = noised_of(task, now, -1, task.setting.examples)
         everybody = {c: updates.get(c, nothing) for c in range(task.setting.clients)}
         return sums.opened(task, now, noised, state.weights, everybody)[0]
-    if task.recipe.place.open_uploads and not isinstance(task.recipe.place, AtServer):
+    if task.recipe.place.open_uploads or isinstance(task.recipe.place, AtServer):
         return total
     return _with_the_sums_noise(task, now, total)[0].astype(np.float64)
 

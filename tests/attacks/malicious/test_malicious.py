@@ -146,3 +146,15 @@ def test_where_only_the_sum_is_opened_its_noise_is_in_what_a_server_gets():
     assert attack.steal(staged, "imprint", batch=32).share < 0.05
     seen = view(staged.task, start(staged.task, staged.initial), "type0", 0)
     assert seen.noise_scale > 0
+
+
+def test_noise_that_the_server_adds_itself_hides_nothing_from_a_malicious_server():
+    """Fed-SDP's server holds the uploads before its noise: as its seat is the server's, the attack sees them bare."""
+    staged = attack.stage("fed-sdp", "digits", bins=256, batch=32, changes={"clip.bound": 1e6})
+    assert attack.steal(staged, "imprint", batch=32).share > 0.5
+
+
+def test_two_valued_reports_give_an_imprint_nothing():
+    staged = attack.stage("ldp-fl", "digits", bins=64, batch=32, clients=4)
+    found = attack.steal(staged, "imprint", batch=32, clients=4)
+    assert found.candidates > 0 and found.share <= found.control + 0.05

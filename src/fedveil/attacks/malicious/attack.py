@@ -88,11 +88,10 @@ def steal(prepared: Prepared, kind: Kind, *, clients: int = 1, batch: int = 64, 
     span = 1.0 if not dataset.pixel_range else dataset.pixel_range[1] - dataset.pixel_range[0]
     found = int((nearest(candidates, truth) < STRICT_MSE * span**2).sum())
     false = float((nearest(candidates, strangers) < STRICT_MSE * span**2).mean())
-    raw = prepared.task.recipe.place.raw("server", prepared.task.recipe)
     return Stolen(
         kind, task.recipe.name, dataset.name, clients, len(victims), found, found / len(victims),
         exact_interval(found, len(victims)), false, len(candidates),
-        "whoever sees the sum" if clients > 1 else "participants" if raw else "the server",
+        "whoever sees the sum" if clients > 1 else "the server",
         refused="" if total is not None else "nodes that were sent different models: their masks do not cancel out, no sum",
     )  # fmt: skip
 
