@@ -120,8 +120,8 @@ def _with_the_sums_noise(task: Task, now: Moment, total: np.ndarray) -> tuple[np
 def view_sum(
     task: Task, state: State, rows: Mapping[int, np.ndarray], sent: Mapping[int, np.ndarray] = {}
 ) -> np.ndarray | None:
-    """The sum that the server has in hand when each client takes one step on its `rows`; all other clients add nothing. Noise that
-    the server adds itself is not in it; two-valued reports are read as a change of the weights.
+    """The sum that the server has in hand when each client takes one step on its `rows`; all other clients add nothing. Noise
+    that the server adds itself is not in it; two-valued reports are read as a change of the weights.
 
     sent: weights that a malicious server sent to single clients instead of the state's. None: nothing is opened, because
     masks of nodes that were sent different models do not cancel out (the model is part of what nodes agree on)."""
