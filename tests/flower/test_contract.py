@@ -272,7 +272,7 @@ def test_an_admitted_round_is_charged_with_time_run_and_submitter(tmp_path: Path
 def test_a_contract_ends_at_its_time(tmp_path: Path) -> None:
     ended = a_contract(valid_until="2020-01-01T00:00:00Z")
     assert "renew" in ask(an_owner(tmp_path, ended), a_config())[0]["reason"]
-    request = read_request("round", facts_of(a_config(), ended), {}, 0)
+    request = read_request("round", facts_of(a_config(), ended), {}, 0, ended)
     assert isinstance(contract.decide(ended, request, now=1_500_000_000.0), contract.Admitted)
 
 
@@ -651,7 +651,7 @@ def test_arrays_are_cut_off_at_the_contracts_range(tmp_path: Path) -> None:
 
 def test_a_refusal_is_a_value(tmp_path: Path) -> None:
     config = a_config(learning_rate=0.6)
-    request = read_request("round", facts_of(config, a_contract()), {}, 0)
+    request = read_request("round", facts_of(config, a_contract()), {}, 0, a_contract())
     assert isinstance(contract.decide(a_contract(), request), Refused)
 
 

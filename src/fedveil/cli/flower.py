@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedveil.cli import flower_host, flower_study
-from fedveil.cli.common import JsonFlag, emit
+from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
 
 HomeOption = Annotated[Path, typer.Option("--home", help="Folder of the local federation.")]
@@ -63,6 +63,7 @@ def init(
     ] = False,
     attempts: Annotated[int, typer.Option(min=1, help="Of a secure sum in one round; each is charged.")] = 1,
     home: HomeOption = DEFAULT_HOME,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a project that `flwr run` and `fedveil flower run` accept.
@@ -77,9 +78,10 @@ def init(
 
       fedveil flower init study study.toml --deadline 1800 --public public.csv --contract flu.toml --roster roster.json
     """
-    from fedveil.federation.config import load_config
+    from fedveil.federation.config import TRUSTED, load_config
     from fedveil.flower.project import write_project
 
+    TRUSTED.set(trust_code)
     read = load_config(config, [*change, *(["secure_sum=true"] if secure_sum else [])])
     if read.secure_sum and not roster:
         roster = str(home / "roster.json")
@@ -345,7 +347,7 @@ def _stopped_itself(env: dict[str, str], number: int, name: str) -> bool:
 
 def _run_of(project: Path) -> tuple[Path, int]:
     """Where a project's run goes, and its number of rounds."""
-    from fedveil.federation.config import load_config
+    from fedveil.federation.config import load_config, read_toml_file
     from fedveil.flower.owner import tomllib
 
     try:
@@ -354,7 +356,9 @@ def _run_of(project: Path) -> tuple[Path, int]:
         package = values["tool"]["flwr"]["app"]["components"]["serverapp"].partition(".")[0]
     except (OSError, KeyError, tomllib.TOMLDecodeError):
         raise UserError(f"{project} is no project of `fedveil flower init`") from None
-    return out, load_config(str(project / package / "run.toml")).rounds
+    path = project / package / "run.toml"
+    rounds = read_toml_file(path).get("rounds")  # what is there needs no recipe, which may be code
+    return out, load_config(str(path)).rounds if rounds is None else int(rounds)
 
 
 def _follow(out: Path, rounds: int, shown: int, quiet: bool) -> int:

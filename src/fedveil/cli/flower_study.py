@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedveil.cli.common import JsonFlag, emit
+from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
 
 RosterOption = Annotated[Path, typer.Option("--roster", help="File of the roster.")]
@@ -62,6 +62,7 @@ def contract(
     check: Annotated[
         str | None, typer.Option(help="Compare this private data file with FILE. Nothing is sent.")
     ] = None,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write, show, compare, sign or try a contract: what the owner of data agrees to.
@@ -86,8 +87,8 @@ def contract(
         names = [name.strip() for name in classes.split(",") if name.strip()]
         data = onboard.data_of_public(public, target, examples, ranges, names)
         agreed = onboard.contract_of_study(
-            _config(config, change), data, study=study, epsilon=_epsilon(epsilon), observer=observer, unit=unit, delta=delta,
-            valid_until=until, submitters=submitter, version=version, roster_owner=roster_owner,
+            _config(config, change, trust_code), data, study=study, epsilon=_epsilon(epsilon), observer=observer, unit=unit,
+            delta=delta, valid_until=until, submitters=submitter, version=version, roster_owner=roster_owner,
         )  # fmt: skip
         contracts.write_contract(file, agreed)
     agreed = contracts.read_contract(file)
@@ -122,9 +123,10 @@ def contract(
     )  # fmt: skip
 
 
-def _config(name: str, change: list[str]) -> Any:
-    from fedveil.federation.config import load_config
+def _config(name: str, change: list[str], trust_code: bool) -> Any:
+    from fedveil.federation.config import TRUSTED, load_config
 
+    TRUSTED.set(trust_code)
     return load_config(name, change)
 
 

@@ -157,6 +157,10 @@ class RunConfig(BaseModel):
         copy._given = recipe
         return copy
 
+    def imported(self) -> RunConfig:
+        """The same with the recipe that it names imported, if that is code: only for configurations that somebody trusts."""
+        return self.given(own(self.recipe)) if named_code(self.recipe) else self
+
     def with_look(self, looked: Looked) -> RunConfig:
         """The same configuration with what a look at its table found (and paid for) before."""
         copy = self.model_copy()

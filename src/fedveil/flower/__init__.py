@@ -71,11 +71,12 @@ def client_app(root_of: RootOf | None = None) -> ClientApp:
     return app
 
 
-def server_app(config: str | Path, root: int | bytes | None = None) -> ServerApp:
+def server_app(config: str | Path, root: int | bytes | None = None, trust_code: bool = False) -> ServerApp:
     """The server's side: the whole run of the configuration file `config`, resumed if its folder holds one.
 
     root: as in `client_app`, for tests; otherwise cohorts and the server's noise come from the operating
-    system's entropy.
+    system's entropy. trust_code: a recipe that the file names as package.module:recipe may be imported (`fedveil flower init
+    --trust-code` writes this); nodes ask their own contracts.
     """
     from flwr.serverapp import ServerApp
 
@@ -84,11 +85,13 @@ def server_app(config: str | Path, root: int | bytes | None = None) -> ServerApp
     @app.main()
     def main(grid: Any, context: Any) -> None:
         from fedveil.errors import UserError
-        from fedveil.federation.config import load_config
+        from fedveil.federation.config import TRUSTED, load_config
         from fedveil.flower.server import options_of, serve
 
+        TRUSTED.set(trust_code)
         try:
-            serve(grid, load_config(str(config)), options_of(context.run_config), root=root)
+            read = load_config(str(config)).imported()
+            serve(grid, read, options_of(context.run_config), root=root)
         except UserError as wrong:
             from logging import ERROR
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import calendar
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -30,6 +30,7 @@ from fedveil.flower import identity, limits
 from fedveil.privacy.events import Observer, Unit
 
 if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
     from fedveil.flower.request import Request
     from fedveil.protect.recipe import Recipe
 
@@ -94,10 +95,15 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Allowed:
-    """A recipe by name and by the digest of its values (`recipe_digest`)."""
+    """A recipe by name and by the digest of its values (`recipe_digest`).
+
+    Own code: the name is "package.module:recipe", the digest counts the files of all packages that its parts come from, and
+    `code` is that of the package which is imported for it, compared before anything of it runs.
+    """
 
     name: str
     digest: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,12 +194,19 @@ class Admitted:
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Digest of a recipe's values without those that a contract bounds by number (sigma, clip.bound, epsilon)."""
+    """Digest of a recipe's values without those that a contract bounds by number (sigma, clip.bound, epsilon), and of the files
+    of all packages outside this one that its parts come from."""
+    from fedveil.protect.recipe import files_digest, foreign_packages
+
     values = _lean(recipe)
     for name in ("about", "sigma", "epsilon"):
         values.pop(name, None)
     if isinstance(values.get("clip"), dict):
         values["clip"].pop("bound", None)
+    own = {name: files_digest(name) for name in foreign_packages(recipe)}
+    if not all(own.values()):
+        raise UserError(f"recipe '{recipe.name}': a part of it has no file to compare; put it in a package")
+    values |= {"packages": own} if own else {}
     return hashlib.sha256(limits.canonical(values)).hexdigest()
 
 
@@ -201,27 +214,53 @@ def _lean(value: Any) -> Any:
     """A dataclass as plain values, without fields that have their default."""
     if isinstance(value, (list, tuple)):
         return [_lean(item) for item in value]
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    module, kind = type(value).__module__, type(value).__qualname__
     if not is_dataclass(value):
-        return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+        return str(value) if module.partition(".")[0] == "fedveil" or not hasattr(value, "__dict__") else {
+            "kind": f"{module}.{kind}", **{name: _lean(own) for name, own in sorted(vars(value).items())}
+        }  # fmt: skip
     changed = {
         f.name: _lean(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default
     }
-    return {"kind": type(value).__name__, **changed}
+    return {"kind": kind if module.partition(".")[0] == "fedveil" else f"{module}.{kind}", **changed}
 
 
 def package_digest(function: str) -> str:
-    """Digest of all source files of the package that holds "package.module:function", without importing it."""
+    """Digest of all files of the package that holds "package.module:function", without importing it."""
+    from fedveil.protect.recipe import files_digest
+
     top = function.partition(":")[0].partition(".")[0]
-    found = importlib.util.find_spec(top)
-    if found is None or found.origin is None:
+    found = files_digest(top)
+    if not found:
         raise UserError(f"'{function}': there is no package '{top}' here")
-    origin = Path(found.origin)
-    files = sorted(origin.parent.rglob("*.py")) if found.submodule_search_locations else [origin]
-    whole = hashlib.sha256()
-    for path in files:
-        whole.update(f"{path.relative_to(origin.parent).as_posix()}\0".encode())
-        whole.update(hashlib.sha256(path.read_bytes()).digest())
-    return whole.hexdigest()
+    return found
+
+
+IMPORTED = "__fedveil_files__"  # digest of an own package's files when it was imported for a recipe
+
+
+def own_recipe(contract: Contract, name: str) -> Recipe:
+    """The recipe of own code that `name` stands for, imported only if the owner allowed its package as it lies here.
+
+    Formal guarantee: nothing of a package runs unless its files have a digest that the contract lists beside this name.
+    """
+    from fedveil.protect.catalogue import own
+
+    codes = {item.code for item in contract.recipes if item.name == name and item.code}
+    if not codes:
+        raise Refused(f"contract: recipe '{limits.plain(name, 100)}' is code that would be imported here; the owner has to list "
+                      "it with the digest of its package (docs/contract.md)")  # fmt: skip
+    lies_here = package_digest(name)
+    if lies_here not in codes:
+        raise Refused(f"contract: the package of recipe '{name}' is not the one the owner allowed (its files have digest "
+                      f"{lies_here[:16]}…)")  # fmt: skip
+    recipe = own(name)
+    package = sys.modules[name.partition(":")[0].partition(".")[0]]
+    if vars(package).setdefault(IMPORTED, lies_here) != lies_here:
+        raise Refused(f"the package of recipe '{name}' has changed since it was imported here: the node has to be started anew")
+    return recipe
 
 
 # --- the decision ---
@@ -299,10 +338,11 @@ def _submitter(contract: Contract, request: Request) -> str:
 def _recipe(contract: Contract, request: Request) -> Recipe:
     """The node's own recipe (its mechanism may be the client's own), which must be an allowed one."""
     config, recipe = request.config, request.recipe
-    allowed = [item for item in contract.recipes if item.name == recipe.name]
+    name = allowed_name(config, recipe)
+    allowed = [item for item in contract.recipes if item.name == name]
     if not allowed:
         known = ", ".join(item.name for item in contract.recipes) or "none"
-        raise Refused(f"contract: recipe '{recipe.name}' is not allowed here ({known} is)")
+        raise Refused(f"contract: recipe '{name}' is not allowed here ({known} is)")
     if not contract.legacy:
         if recipe_digest(recipe) not in {item.digest for item in allowed}:
             raise Refused(
@@ -319,6 +359,13 @@ def _recipe(contract: Contract, request: Request) -> Recipe:
         raise Refused("policy: a run may not change 'mechanism' of a recipe here, not even for one client "
                       "(client_mechanisms)")  # fmt: skip
     return recipe
+
+
+def allowed_name(config: RunConfig, recipe: Recipe) -> str:
+    """The name by which a contract lists a recipe: its own, or the one that own code is imported by."""
+    from fedveil.protect.catalogue import named_code
+
+    return config.recipe if named_code(config.recipe) else recipe.name
 
 
 def _flat(changes: Mapping[str, Any]) -> list[str]:
@@ -465,7 +512,9 @@ def to_json(contract: Contract) -> dict[str, Any]:
         "delta": contract.delta,
         "secure_noise": contract.secure_noise,
         "submitters": list(contract.submitters),
-        "recipes": [asdict(item) for item in contract.recipes],
+        "recipes": [
+            {"name": item.name, "digest": item.digest} | ({"code": item.code} if item.code else {}) for item in contract.recipes
+        ],
         "models": [
             {"name": item.name, "options": json.loads(item.options), "code": item.code}
             | ({"architecture": item.architecture} if item.architecture else {})
@@ -564,10 +613,11 @@ def from_json(value: Any) -> Contract:
     top = limits.fields(value, "contract", _TOP_MUST, _TOP_MAY)
     recipes = []
     for item in top["recipes"]:
-        one = limits.fields(
-            item, "contract recipe", {"name": limits.is_text(100, 1), "digest": limits.is_hex(32)}
-        )
-        recipes.append(Allowed(one["name"], one["digest"]))
+        must = {"name": limits.is_text(200, 1), "digest": limits.is_hex(32)}
+        one = limits.fields(item, "contract recipe", must, {"code": limits.is_hex(32)})
+        if ":" in one["name"] and not one.get("code"):
+            raise limits.Malformed(f"contract recipe {one['name']}: own code needs the digest of its package ('code')")
+        recipes.append(Allowed(one["name"], one["digest"], one.get("code", "")))
     models = []
     for item in top.get("models", []):
         one = limits.fields(item, "contract model", {"name": limits.is_text(200, 1)}, _MODEL_MAY)

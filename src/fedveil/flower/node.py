@@ -56,7 +56,7 @@ def answer(
         if kind not in ("hello", "round"):
             raise Refused(f"unknown request '{limits.plain(kind, 40)}'")
         contract = contract_of(owner)
-        request = read_request(kind, facts, arrays, owner.client)
+        request = read_request(kind, facts, arrays, owner.client, contract)
         admitted = decide(contract, request)
         if isinstance(admitted, Refused):
             raise admitted

@@ -30,6 +30,7 @@ from fedveil.flower.contract import (
     Data,
     Model,
     SumTerms,
+    allowed_name,
     from_json,
     package_digest,
     read_contract,
@@ -106,17 +107,19 @@ def contract_of_study(
     form = with_features(empty_dataset(data), config)
     name = nets.default_model(form) if config.model == "auto" else config.model
     module = nets.build(name, form.shape, form.classes, config.seed, **config.model_options)
-    recipes = {recipe_digest(recipe): recipe.name}
+    digests = [recipe_digest(recipe)]
     for mechanism in config.client_mechanisms or ():
         own = with_changes(recipe, {"mechanism": mechanism, **clip_for(mechanism)})
-        recipes[recipe_digest(own)] = own.name
+        digests.append(recipe_digest(own))
+    named = allowed_name(config, recipe)
+    code = package_digest(named) if ":" in named else ""
     options = limits.canonical(config.model_options).decode()
     layout = layout_of(module)
     net = "" if config.features else architecture_digest(module, layout)  # features change the net's input
     made = Contract(
         study=study,
         version=version,
-        recipes=tuple(Allowed(name, digest) for digest, name in recipes.items()),
+        recipes=tuple(Allowed(named, digest, code) for digest in dict.fromkeys(digests)),
         epsilon=epsilon,
         data=data,
         valid_until=valid_until,

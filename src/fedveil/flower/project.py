@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
-from fedveil.federation.config import RunConfig
+from fedveil.federation.config import GIVEN, RunConfig
 from fedveil.flower.owner import deployable
+from fedveil.protect.catalogue import named_code
 
 PYPROJECT = """\
 # Made by `fedveil flower init`. The package carries no data and no algorithm: both sides need fedveil installed.
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from fedveil.flower import server_app
 
-app = server_app(Path(__file__).with_name("run.toml"))
+app = server_app(Path(__file__).with_name("run.toml"){trust})
 '''
 
 CLIENT = '''\
@@ -52,6 +53,8 @@ app = client_app()
 def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -> None:
     """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
     shuffler = bool(options.get("shuffler") and options.get("shuffler_key"))
+    if config.recipe.startswith(GIVEN):
+        raise UserError("a recipe that is a value cannot travel: name it, my_package.module:my_recipe, of a package on all sides")
     deployable(config.built_recipe(), shuffler=shuffler, secure_sum=config.secure_sum)
     if (folder / "pyproject.toml").exists():
         raise UserError(f"{folder} already holds a project; choose another folder")
@@ -61,7 +64,8 @@ def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -
     description = f"{config.recipe} on {config.dataset}".replace('"', "'")
     (folder / "pyproject.toml").write_text(PYPROJECT.format(description=description, options=lines), "utf-8")
     (package / "__init__.py").write_text("", "utf-8")
-    (package / "server_app.py").write_text(SERVER, "utf-8")
+    trust = ", trust_code=True" if named_code(config.recipe) else ""
+    (package / "server_app.py").write_text(SERVER.format(trust=trust), "utf-8")
     (package / "client_app.py").write_text(CLIENT, "utf-8")
     (package / "run.toml").write_text(to_toml(config), "utf-8")
 

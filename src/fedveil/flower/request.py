@@ -11,7 +11,7 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
-from fedveil.flower.contract import Refused
+from fedveil.flower.contract import Contract, Refused, own_recipe
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
@@ -91,15 +91,17 @@ class Request:
 
 
 def read_request(
-    kind: str, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], client: int
+    kind: str, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], client: int, contract: Contract
 ) -> Request:
-    """The request that these facts make; `Refused` names the first thing that is wrong with them."""
+    """The request that these facts make; `Refused` names the first thing that is wrong with them.
+
+    contract: decides whether a recipe that is code of the owner's own may be imported at all."""
     try:
         forms = (_HELLO, {**_ROUND, **_ROUND_MAY}) if kind == "hello" else (_ROUND, _ROUND_MAY)
         found = limits.fields(dict(facts), "request", *forms)
     except limits.Malformed as wrong:
         raise Refused(str(wrong)) from None
-    config, base, recipe = _configured(found["config"], client)
+    config, base, recipe = _configured(found["config"], client, contract)
     if found.get("sigma") is not None and not config.client_epsilons:
         raise Refused("request: a noise multiplier of its own for a client needs client_epsilons")
     if kind == "round" and config.secure_sum != ("sum" in found):
@@ -134,16 +136,19 @@ def read_request(
     )
 
 
-def _configured(values: dict[str, Any], client: int) -> tuple[RunConfig, Recipe, Recipe]:
+def _configured(values: dict[str, Any], client: int, contract: Contract) -> tuple[RunConfig, Recipe, Recipe]:
     """(configuration, recipe of the run, recipe of this client); what the server may not choose is set aside."""
     from pydantic import ValidationError
 
     from fedveil.federation.config import RunConfig, check_config
     from fedveil.federation.harmonize import clip_for
+    from fedveil.protect.catalogue import named_code
     from fedveil.protect.recipe import with_changes
 
     try:
         config = RunConfig(**values)
+        if named_code(config.recipe):
+            config = config.given(own_recipe(contract, config.recipe))
         base = config.built_recipe()
         check_config(config)
         recipe = base

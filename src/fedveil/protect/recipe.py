@@ -10,6 +10,7 @@ Configurations spell a recipe as flat keys (`spell`, `with_changes`); only this 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import sys
@@ -403,46 +404,79 @@ def digest(recipe: Recipe) -> str:
     recipes with one digest do the same, as far as those files decide."""
     hashed = hashlib.sha256(json.dumps(_plain(recipe), sort_keys=True).encode())
     for name in sorted(foreign_packages(recipe)):
-        hashed.update(name.encode() + _files_digest(name))
+        hashed.update(f"{name} {files_digest(name)}".encode())
     return hashed.hexdigest()
 
 
 def foreign_packages(value: Any) -> set[str]:
-    """The packages outside this one that a recipe's parts come from."""
+    """The packages outside this one that a recipe's parts come from: those of their classes and of what these inherit."""
     found: set[str] = set()
-    if is_dataclass(value) or not isinstance(value, (str, int, float, bool, tuple, type(None), Mapping)):
-        package = type(value).__module__.partition(".")[0]
-        found |= {package} - {"fedveil", "builtins", "numpy"}
-    parts = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
-    if isinstance(value, (tuple, list)):
-        parts = list(value)
-    return found.union(*(foreign_packages(part) for part in parts)) if parts else found
+    if not isinstance(value, (str, int, float, bool, tuple, list, type(None), Mapping)):
+        known = value if _is_code(value) else type(value)
+        line = getattr(known, "__mro__", (known,))
+        found = {str(one.__module__).partition(".")[0] for one in line} - {"fedveil", "numpy", *sys.stdlib_module_names}
+    return found.union(*(foreign_packages(part) for part in _values(value)))
 
 
-def _files_digest(package: str) -> bytes:
-    """Hash of the Python files of a package or module (its own folder, or the one file)."""
-    origin = getattr(sys.modules.get(package), "__file__", None)
-    hashed = hashlib.sha256()
-    if origin is None:
-        return hashed.digest()
-    path = Path(origin)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    for file in files:
-        hashed.update(file.name.encode() + file.read_bytes())
-    return hashed.digest()
+def _values(part: Any) -> list[Any]:
+    """What a part holds."""
+    if isinstance(part, (tuple, list)):
+        return list(part)
+    if isinstance(part, Mapping):
+        return list(part.values())
+    return [] if _is_code(part) else list(getattr(part, "__dict__", {}).values())
+
+
+def _is_code(value: Any) -> bool:
+    """A class or a function, not a part with values."""
+    return isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
+
+
+CODE = (".py", ".so", ".pyd", ".pyc")  # what an import may run
+
+
+def files_digest(package: str) -> str:
+    """Hash of all files of a package (or of the one file of a module) that an import may run, without importing it; "" where
+    there are none to read (a notebook)."""
+    places, one = _places(package)
+    files = [one] if one is not None else []
+    for place in places:
+        files += [file for file in place.rglob("*") if file.suffix in CODE and "__pycache__" not in file.parts]
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        base = next((place for place in places if file.is_relative_to(place)), file.parent)
+        whole.update(f"{file.relative_to(base).as_posix()}\0".encode())
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest() if files else ""
+
+
+def _places(package: str) -> tuple[list[Path], Path | None]:
+    """The folders of a package, or the one file of a module."""
+    loaded = sys.modules.get(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ValueError, ImportError):  # a script has no specification
+        spec = None
+    if spec is not None and spec.submodule_search_locations:
+        return [Path(place) for place in spec.submodule_search_locations], None
+    origin = spec.origin if spec is not None else getattr(loaded, "__file__", None)
+    return [], Path(origin) if origin and Path(origin).is_file() else None
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "about"}
-        return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **own}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(own) for key, own in value.items()}
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    if _is_code(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        own = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "about"}
+    else:
+        own = {str(name): _plain(one) for name, one in sorted(getattr(value, "__dict__", {}).items())}
+    return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **own}
 
 
 def as_text(schedule: Schedule) -> str:
