@@ -145,3 +145,24 @@ def test_delta_shrinks_with_the_number_of_rows():
 def test_clients_and_groups_must_agree():
     with pytest.raises(UserError, match="names 3 sites"):
         choose(columns(), target="outcome", epsilon=2, clients=5, table={"group": "site"})
+
+
+@pytest.mark.parametrize("fault", ["the look", "what follows it"])
+def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault, monkeypatch):
+    data = columns()
+    more = {"drop": ["days"]}
+    if fault == "the look":  # words of which none is frequent: that they are not is what the look found
+        data["outcome"] = np.array([f"word{i}" for i in range(len(data["age"]))])
+    else:
+        monkeypatch.setattr(loop, "engine_of", lambda *_: (_ for _ in ()).throw(UserError("no engine")))
+    path = write_csv(tmp_path / "patients.csv", data)
+    with pytest.raises(UserError, match="charged in") as told:
+        fv.fit(path, target="outcome", group="site", epsilon=4, out=tmp_path / "run", **more)
+    assert ("declare them" if fault == "the look" else "no engine") in str(told.value).lower()
+    ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
+    assert 0 < ledger.epsilon("server", "example") < 2
+    # The folder holds what was spent; a run that leaves it out may not begin there.
+    with pytest.raises(UserError, match="choose another --out"):
+        monkeypatch.undo()
+        fv.fit(write_csv(tmp_path / "patients.csv", columns()), target="outcome", group="site", epsilon=4,
+               out=tmp_path / "run", **more)  # fmt: skip

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg
 from fedveil.errors import UserError
 from fedveil.federation.practice import compared
 from fedveil.flower.grid import LocalGrid
-from fedveil.flower.private import Private, private_mod
+from fedveil.flower.private import Private, agreed, playable, private_mod
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.noised import Noised
 
@@ -201,3 +201,38 @@ def test_recipes_that_need_more_than_a_finished_update_are_refused(name, tmp_pat
 def test_more_nodes_than_clients_end_the_run(tmp_path):
     with pytest.raises(UserError, match="the promise counts"):
         strategy(tmp_path).start(grid_of(client(), clients=CLIENTS + 1), record(weights()), num_rounds=1)
+
+
+FALLING = {**CLIENT, "sigma": "linear:8:2"}
+
+
+def asked_for(grid, recipe, number, rounds):
+    """The answer of node 100 when the server names this round."""
+    known = {key: value for key, value in recipe.items() if key != "recipe"}
+    order = ConfigRecord({"recipe": agreed(playable(recipe["recipe"], known)), "round": number, "rounds": rounds})
+    message = Message(RecordDict({"arrays": record(weights()), "fedveil": order}), 100, "train")
+    (answer,) = grid.send_and_receive([message])
+    return answer
+
+
+def test_with_a_falling_sigma_the_node_plays_rounds_in_their_order_and_no_other(tmp_path):
+    """A server that picks among a schedule's sigmas after seeing uploads would compose what is charged as fixed in advance."""
+    grid = grid_of(client(recipe=FALLING, folder=tmp_path))
+    assert not asked_for(grid, FALLING, 1, 4).has_error()
+    for number, rounds in ((4, 4), (1, 4), (3, 4), (2, 2), (2, 9)):  # skipped, repeated, or another plan's sigma
+        assert "its own order" in asked_for(grid, FALLING, number, rounds).error.reason, (number, rounds)
+    assert not asked_for(grid, FALLING, 2, 4).has_error()
+    assert Ledger.read(tmp_path / "node-0" / "ledger.jsonl").rounds == 2
+
+
+def test_with_one_sigma_any_round_may_be_named(tmp_path):
+    grid = grid_of(client(recipe=CLIENT, folder=tmp_path))
+    for number, rounds in ((3, 4), (3, 4), (1, 2)):
+        assert not asked_for(grid, CLIENT, number, rounds).has_error()
+
+
+def test_a_falling_sigma_is_played_by_server_and_nodes_alike(tmp_path):
+    private = strategy(tmp_path, recipe=FALLING)
+    private.start(grid_of(client(recipe=FALLING, folder=tmp_path / "nodes")), record(weights()), num_rounds=3)
+    node = Ledger.read(tmp_path / "nodes" / "node-0" / "ledger.jsonl")
+    assert node.rounds == 3 and node.epsilon("server", "client") == pytest.approx(private.epsilon("server"), rel=1e-6)

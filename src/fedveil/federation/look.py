@@ -70,6 +70,14 @@ class Paid:
     made: str
 
 
+class LookedInVain(UserError):
+    """What was found cannot be used. `paid` has to be charged before anybody is told: the message follows from it."""
+
+    def __init__(self, message: str, paid: tuple[Paid, ...]) -> None:
+        super().__init__(message)
+        self.paid = paid
+
+
 @dataclass(frozen=True)
 class Looked:
     """Constants, and what they cost."""
@@ -212,12 +220,15 @@ def look(sheet: Sheet, holders: Sequence[np.ndarray], cost: Price, observer: str
     spread = first.deviation * math.sqrt(len(parts))
     seen = _count(sheet, asked, parts, first, derive(root, "look", 1), _coarse, MISSING + 1 + PLACES)
     labels = _labels(sheet, parts, first, derive(root, "look", 1)) if sheet.columns.target in asked else {}
+    paid = [Paid("a noised look at kinds, magnitudes and classes", first.event(), _hash([seen, labels]))]
     rough = {column: _rough(sheet, column, counts, spread, len(sheet.train)) for column, counts in seen.items()}
     target = rough.pop(sheet.columns.target, None)
-    task, classes, usual = _task(sheet, labels, target)
+    try:
+        task, classes, usual = _task(sheet, labels, target)
+    except UserError as wrong:
+        raise LookedInVain(str(wrong), tuple(paid)) from None
     again = [c for c, scale in rough.items() if scale.kind == "number"]
     again += [sheet.columns.target] if task == "regression" and target is not None else []
-    paid = [Paid("a noised look at kinds, magnitudes and classes", first.event(), _hash([seen, labels]))]
     fine: dict[str, np.ndarray] = {}
     if again:
         second = tally(len(again), len(again) * FINE, cost.multiplier)

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from fedveil.federation import store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
-from fedveil.federation.look import Looked, open_table
+from fedveil.federation.look import Looked, LookedInVain, Paid, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -113,6 +113,17 @@ def prepare(
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None)
     elif dataset is None:
         dataset = raw_data(config)
+    try:
+        return _prepared(config, dataset, module, dealt, root, looked)
+    except UserError as wrong:
+        if looked is None or not looked.paid:
+            raise
+        raise LookedInVain(str(wrong), looked.paid) from wrong
+
+
+def _prepared(
+    config: RunConfig, dataset: Dataset, module: Any, dealt: Partition | None, root: int | bytes, looked: Looked | None
+) -> Prepared:
     dataset = with_features(dataset, config)
     check_config(config)
     check_device(config.device)
@@ -371,7 +382,11 @@ def run(
     """
     folder = Path(out)
     begun = time.perf_counter()
-    prepared = prepare(config, dataset, module)
+    try:
+        prepared = prepare(config, dataset, module)
+    except LookedInVain as vain:
+        charge_in_vain(config, folder, vain)
+        raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
     task = prepared.task
     prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
@@ -490,11 +505,25 @@ def charge_preprocessing(prepared: Prepared, ledger: Ledger) -> None:
     entry = unpaid(prepared.partition.clients, notes)
     if entry is not None and prepared.task.recipe.private and ledger.find("preprocessing") is None:
         ledger.spend(entry, fingerprint="preprocessing")
-    for paid in prepared.looked.paid if prepared.looked and prepared.task.recipe.private else ():
+    if prepared.looked and prepared.task.recipe.private:
+        _charge_looks(ledger, prepared.partition.clients, prepared.looked.paid)
+
+
+def _charge_looks(ledger: Ledger, clients: int, looks: Sequence[Paid]) -> None:
+    for paid in looks:
         # The hash holds fresh noise: the same hash in the ledger is this very look, made and charged before.
         if ledger.find(f"look {paid.made}") is None:
-            what = paid_release(prepared.partition.clients, paid.event, paid.what)
+            what = paid_release(clients, paid.event, paid.what)
             ledger.spend(what, fingerprint=f"look {paid.made}", made=paid.made)
+
+
+def charge_in_vain(config: RunConfig, folder: Path, vain: LookedInVain) -> None:
+    """Charge looks after which no run can begin, in a ledger that no other run continues."""
+    header = Header(delta=config.delta, clients=config.clients, simulated=not config.secure_noise, config="looked in vain")
+    with ExitStack() as stack:
+        hold_folder(stack, folder, resume=False)
+        ledger = stack.enter_context(run_folder.open_ledger(folder, lambda: header))
+        _charge_looks(ledger, config.clients, vain.paid)
 
 
 def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:

@@ -145,7 +145,9 @@ def private_mod(
     `ledger`; with `epsilon` the node refuses to take part before that budget is exceeded.
 
     Formal guarantee: the update has the recipe's bound; with noise on the client the reply is the mechanism that the node's
-    ledger states, for the server and everybody after it. The noise comes from the operating system's entropy.
+    ledger states, for the server and everybody after it. The noise comes from the operating system's entropy. Where noise or
+    bound change over the rounds, the node plays each round once, in order, of the plan that it was asked for first: a
+    server that could pick among them after seeing uploads would not be covered.
     """
     own = playable(recipe, changes)
 
@@ -205,10 +207,19 @@ def _node_folder(base: Path, context: Any) -> Path:
 
 def _charge_node(folder: Path, task: Task, now: Moment, made: np.ndarray, epsilon: float | None, delta: float) -> None:
     budgets = () if epsilon is None else (Budget(epsilon, "server", "client"),)
-    header = Header(delta=delta, clients=1, budgets=budgets, simulated=False, config=digest(task.recipe))
+    ordered = any(schedule.kind != "constant" for schedule in (task.recipe.sigma, task.recipe.clip.bound))
+    plan = task.setting.rounds if ordered else None
+    header = Header(
+        delta=delta, clients=1, budgets=budgets, simulated=False, config=digest(task.recipe), planned_rounds=plan
+    )
     with run_folder.hold(folder), run_folder.open_ledger(folder, lambda: header) as books:
         if (books.header.budgets, books.header.delta) != (header.budgets, header.delta):
             raise UserError(f"fedveil: the ledger in {folder} has another budget or delta; use another folder")
+        if ordered and (now.number, plan) != (books.rounds + 1, books.header.planned_rounds):
+            raise UserError(
+                f"fedveil: noise changes over the rounds, so this node plays them in its own order: next is round "
+                f"{books.rounds + 1} of {books.header.planned_rounds}; round {now.number} of {plan} was not sent"
+            )
         entry = release(task.recipe, task.setting, now, {0: 1})
         books.spend(replace(entry, round=books.rounds + 1), made=hashlib.sha256(made.tobytes()).hexdigest())
 
