@@ -108,7 +108,7 @@ def _one_stack(prepared: Prepared) -> bool:
     return (
         prepared.partition.clients == 1
         and task.recipe.place.open_uploads
-        and task.recipe.place.target == "gradient"
+        and task.recipe.place.of_gradients
         and state_free(task)
         and task.learning_rate_end is None
         and task.momentum == 0

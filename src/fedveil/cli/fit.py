@@ -109,14 +109,15 @@ def _file(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not source.endswith(".toml"):
         return {}, {}
     from fedveil.federation.config import read_toml_file
+    from fedveil.protect.catalogue import catalogue
 
     values = read_toml_file(Path(source))
     table = values.get("table", {})
     if "dataset" not in values or not isinstance(table, dict):
         raise UserError(f"{source}: names no dataset; `fedveil data check FILE --write {source}` writes one that does.")
-    recipe = values.get("recipe", "sum-cdp")
+    recipe = catalogue().get(values.get("recipe", "sum-cdp"))
     planned = {key: value for key, value in table.items() if key != "share"}  # another budget, another share
-    return {**values, "view": "sum" if recipe == "sum-cdp" else "server"}, planned
+    return {**values, "view": "sum" if recipe is not None and recipe.place.sum_only else "server"}, planned
 
 
 def _declared(

@@ -152,7 +152,7 @@ def allowed_change(
         tail *= 4  # heavier tails
     noised = place.noised(recipe, setting, Moment(1, (bound,), (sigma,)), max(1, setting.examples))
     deviation = max((one.deviation for one in noised), default=0.0)
-    if place.target == "gradient":
+    if place.of_gradients:
         most = 2 + 20 / setting.batch
         per = place.everyone(recipe, setting) if isinstance(place, InSum) else setting.batch
         spread = deviation * (math.sqrt(most) if recipe.noise_on.for_each else 1.0) * tail
@@ -183,7 +183,7 @@ def round_limit(
     if isinstance(recipe.place, Reports) or isinstance(recipe.aggregate, Adam):
         return None  # ranges and adaptive steps follow no bound that a node knows
     gain = 1 / ((1 - task.momentum) * (1 - task.server_momentum))
-    if task.own or task.optimiser != SGD or recipe.clip.of == "weights" or recipe.downlink_sigma:
+    if task.own or task.optimiser != SGD or recipe.clip.of_weights or recipe.downlink_sigma:
         known = None if own_largest is None else limits.own_factor * own_largest * max(1.0, task.server_learning_rate)
         return None if known is None else gain * known
     now = moment_of(task, state)

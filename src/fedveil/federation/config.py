@@ -294,7 +294,7 @@ def make_config(
     known = recipe or catalogue().get(ALIASES.get(recipe_name, recipe_name))
     if known is None and named_code(recipe_name) and TRUSTED.get():
         known = own(recipe_name)
-    if known is not None and known.about.family == "central":
+    if known is not None and known.about.central:
         base.update(CENTRAL_DEFAULTS)
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
     if known is not None and known.place.sum_only:

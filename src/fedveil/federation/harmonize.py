@@ -14,6 +14,7 @@ from fedveil.privacy.accountants import answer
 from fedveil.privacy.events import Event
 from fedveil.protect.catalogue import get
 from fedveil.protect.clip import constant
+from fedveil.protect.law import clip_for
 from fedveil.protect.promise import claims
 from fedveil.protect.recipe import Recipe, with_changes
 from fedveil.protect.setting import Moment
@@ -90,15 +91,6 @@ def by_formula(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[s
         f"downlink {down * clip:.4g}"
     )
     return replace(task, recipe=noised), (said,)
-
-
-def clip_for(mechanism: str) -> dict[str, Any]:
-    """The changes of a recipe's clip that a mechanism asks for."""
-    if mechanism == "joint-staircase":
-        return {"clip.norm": "l1", "clip.kind": "flat", "width": 1.0}
-    if mechanism == "staircase":
-        return {"clip.norm": "l2", "clip.kind": "flat", "width": 0.0}
-    return {"clip.norm": "l2", "width": 1.0}
 
 
 def expected_participations(task: Task) -> int:

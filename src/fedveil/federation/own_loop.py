@@ -73,9 +73,9 @@ def playable(recipe: Recipe) -> Recipe:
     Refuses what needs more than that sum: then `fv.run` has to play it.
     """
     why = ""
-    if not recipe.private or recipe.place.target != "gradient":
+    if not recipe.private or not recipe.place.of_gradients:
         why = "it does not noise sums of per-example gradients; choose one that does, such as 'fed-cdp-sound'"
-    elif type(recipe.clip.rule) is not Given or recipe.scale.batch or recipe.clip.of != "update":
+    elif type(recipe.clip.rule) is not Given or recipe.scale.batch or recipe.clip.of_weights:
         why = "its clip bound or noise follows the data; choose clip.rule = given and sensitivity = bound"
     elif recipe.noise_on.for_each:
         why = "it noises every example; choose noise_on = sum"
@@ -350,7 +350,7 @@ def one_by_one(task: Task, loss: Loss, batch: Any, now: Moment, count: int) -> t
     """
     module, clip = task.module, task.recipe.clip
     wanted = [module.get_parameter(name) for name in task.layout.names]
-    pieces = task.layout.layer_slices() if clip.kind == "layer" else (slice(None),)
+    pieces = clip.pieces(task.layout.layer_slices())
     limit = clip.piece(now.bounds[0], len(pieces))
     total, losses = np.zeros(task.layout.size), []
     before = [(b, b._version) for b in module.buffers()]

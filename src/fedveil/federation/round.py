@@ -145,7 +145,7 @@ def start(task: Task, weights: np.ndarray) -> State:
     recipe = task.recipe
     state = blank(recipe, task.layout.size, task.setting.rounds, task.mover)
     if isinstance(recipe.place, Reports):
-        from_model = recipe.ranges.prior == "model"
+        from_model = recipe.ranges.from_model
         first = ldp.model_ranges(weights, task.layout) if from_model else ldp.fixed_ranges(task.layout, recipe.ranges.radius)
         state = replace(state, reports=Ranges(np.array(first.centre), np.array(first.radius)))
     return replace(state, weights=weights.astype(np.float32))
@@ -208,22 +208,23 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
     }
     if recipe.heterogeneity and task.own_epsilon:
         common["penalty"] = udp.penalties(task.own_epsilon).get(client, 0.0)
-    if recipe.place.target != "gradient" or not recipe.private:
+    if not recipe.place.of_gradients or not recipe.private:
         return LocalPlan(**common)
+    # A fixed deviation is that of the bound whatever the batch: only the papers' count of it follows l2-max.
+    follows_largest = recipe.scale.batch and task.fixed_variance is None
     common.update(
         clip=clip.kind,
         clip_norm=clip.norm,
         bounds=tuple(clip.piece(bound, layers) for bound in now.bounds),
         bound_rule="median" if clip.rule.batch else "given",
-        # A fixed deviation is that of the bound whatever the batch: only the papers' count of it follows l2-max.
-        sensitivity="l2-max" if recipe.scale.batch and task.fixed_variance is None else "bound",
+        sensitivity="l2-max" if follows_largest else "bound",
     )
     if not recipe.place.in_steps:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         whole = {"learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD, "only_sum": True}
         return LocalPlan(**{**common, **whole})
     noised = tuple(one.drawing for one in noised_of(task, now, client, size))
-    if common["sensitivity"] == "bound" and not clip.rule.batch:
+    if not (follows_largest or clip.rule.batch):
         noised = tuple(replace(one, at_norm=0.0) for one in noised)
     return LocalPlan(**common, noised=noised)
 
@@ -257,7 +258,7 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     recipe = recipe_of(task, client)
     plan = plan_of(task, now, client, size)
     values = noised_of(task, now, client, size) if recipe.place.in_steps else ()
-    if len(set(values)) != 1 or recipe.noise_on.name != "sum" or recipe.clip.rule.rescales:
+    if len(set(values)) != 1 or not recipe.noise_on.once or recipe.clip.rule.rescales:
         return {}
     one = values[0]
     if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
@@ -270,7 +271,7 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     name: Any = kernel_of(one.law)
     told = udp.expected_l1(name, *width, task.layout.size, plan.steps, stairs.nu if stairs else None)
     errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
-    if one.law.name == "staircase":
+    if type(one.law) is Staircase:  # not the joint one
         errors["extra_rounds_order"] = udp.extra_rounds(one.shape, one.scale)
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
@@ -331,14 +332,14 @@ def sanitise_update(
     is that of `AtClient.noised`.
     """
     recipe = recipe_of(task, client)
-    if recipe.clip.of == "weights":
+    if recipe.clip.of_weights:
         if start is None:
             raise ValueError("clip.of = weights needs the start weights")
         # In float64: beside large weights float32 would round by more than the bound allows.
         bounded.check_start(start, now.bounds[0])
         wide = start.astype(np.float64)
         update = clip_update(wide + update, now.bounds[0], recipe, task.layout) - wide
-    elif recipe.place.target == "update" and recipe.clip.bounded:
+    elif recipe.place.of_updates and recipe.clip.bounded:
         update = clip_update(update, now.bounds[0], recipe, task.layout)
     if recipe.place.own_noise and not recipe.place.in_steps:
         (noised,) = noised_of(task, now, client, 1)
@@ -353,7 +354,7 @@ def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout
 
     Formal guarantee: that of `bounded.clip_vector`.
     """
-    pieces = layout.layer_slices() if recipe.clip.kind == "layer" else (slice(None),)
+    pieces = recipe.clip.pieces(layout.layer_slices())
     limit = recipe.clip.piece(bound, len(pieces))
     return bounded.clip_vector(update, limit, pieces, recipe.clip.norm)
 

@@ -54,7 +54,7 @@ def refusal(recipe: Recipe, clients: int, cohort: float | None) -> str:
         return "secure_sum adds discrete Gaussian shares: mechanism = gaussian"
     if recipe.noise_on.for_each or recipe.clip.rule.beside() or recipe.aggregate.looks_inside:
         return "secure_sum releases one sum: noise_on = sum or mean, no noised count beside it, no rule that needs single uploads"
-    if not recipe.clip.bounded or recipe.clip.norm != "l2" or recipe.clip.of == "weights":
+    if not recipe.clip.bounded or recipe.clip.order != 2 or recipe.clip.of_weights:
         return "secure_sum needs updates or gradients that are clipped in l2"
     if recipe.cohort.random_size or (cohort is not None and cohort < clients):
         return "secure_sum plays with everyone on the roster: cohort = all, cohort_size unset"

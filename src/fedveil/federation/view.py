@@ -200,7 +200,7 @@ def _in_memory(
     recipe = recipe_of(task, client)
     if recipe.thin.prune > 0:  # small gradients that are dropped to save traffic are dropped before anybody reads them
         gradients = np.stack([drop_smallest(row, recipe.thin.prune) for row in gradients])
-    if plan.clip == "none":
+    if not plan.clips:
         return gradients, 0.0
     if recipe.clip.rule.rescales:
         work = work_of(task, state, now, client)
@@ -218,10 +218,9 @@ def _in_memory(
 def clip_gradients(gradients: np.ndarray, layout: Layout, plan: LocalPlan) -> tuple[np.ndarray, float]:
     """A batch's gradients [B, P] clipped as in the plan's first step, and the largest clipped norm (l2-max)."""
     clipped, largest = gradients.copy(), 0.0
-    order = 1 if plan.clip_norm == "l1" else 2
-    for part in layout.layer_slices() if plan.clip == "layer" else (slice(None),):
-        norms = np.linalg.norm(gradients[:, part].astype(np.float64), ord=order, axis=1)
-        bound = float(np.median(norms)) if plan.bound_rule == "median" else plan.bounds[0]
+    for part in layout.layer_slices() if plan.by_layer else (slice(None),):
+        norms = np.linalg.norm(gradients[:, part].astype(np.float64), ord=plan.order, axis=1)
+        bound = float(np.median(norms)) if plan.by_median else plan.bounds[0]
         clipped[:, part] *= np.minimum(1.0, bound / np.maximum(norms, 1e-30))[:, None].astype(np.float32)
         largest = max(largest, float(np.minimum(norms, bound).max(initial=0.0)))
     return clipped, largest

@@ -94,12 +94,12 @@ def contract_of_study(
 ) -> Contract:
     """The contract under which exactly this study can run on such data. roster_owner: public key that signs the roster."""
     from fedveil.federation.checks import architecture_digest
-    from fedveil.federation.harmonize import clip_for
     from fedveil.federation.loop import with_features
     from fedveil.flower.owndata import empty_dataset
     from fedveil.flower.owner import deployable
     from fedveil.models import nets
     from fedveil.models.layout import layout_of
+    from fedveil.protect.law import clip_for
     from fedveil.protect.recipe import with_changes
 
     recipe = config.built_recipe()

@@ -116,8 +116,9 @@ def owner_of(node_config: Mapping[str, Any]) -> Owner:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
         raise UserError(f"--node-config: partition-id = {number!r} is no number of a client (0, 1, 2, …)")
     text = {key.replace("-", "_"): str(node_config.get(key, "")) for key in NODE_KEYS}
-    rest = {item.name: text[item.name] for item in fields(Owner) if item.name not in ("home", "client")}
-    return Owner(home=Path(text["home"]), client=number, **rest)
+    home = Path(text.pop("home"))
+    rest = {item.name: text[item.name] for item in fields(Owner) if item.name in text}
+    return Owner(home=home, client=number, **rest)
 
 
 def contract_of(owner: Owner) -> Contract:

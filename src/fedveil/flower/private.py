@@ -62,7 +62,7 @@ def playable(recipe: str | Recipe, changes: Mapping[str, Any] = {}) -> Recipe:
             "it protects single examples inside training, which is your own code here. Choose a recipe for whole clients "
             "(dp-fedavg, fed-sdp, fed-sdp-client), or train with fedveil.make_private inside your ClientApp"
         )
-    elif type(r.clip.rule) is not Given or r.scale.batch or r.clip.of != "update" or not r.clip.bounded:
+    elif type(r.clip.rule) is not Given or r.scale.batch or r.clip.of_weights or not r.clip.bounded:
         why = "its clip bound or noise follows the data"
     elif r.formula or r.downlink_sigma or r.heterogeneity or r.thin != Thin() or r.channel != Channel() or r.aggregate != Mean():
         why = "it changes uploads or their merging, which is your strategy's part here"

@@ -141,8 +141,8 @@ def _configured(values: dict[str, Any], client: int, contract: Contract) -> tupl
     from pydantic import ValidationError
 
     from fedveil.federation.config import RunConfig, check_config
-    from fedveil.federation.harmonize import clip_for
     from fedveil.protect.catalogue import named_code
+    from fedveil.protect.law import clip_for
     from fedveil.protect.recipe import with_changes
 
     try:

@@ -674,13 +674,13 @@ def largest_norm(task: Task, now: Moment, plan: LocalPlan, state: State) -> floa
     recipe, root = task.recipe, math.sqrt(task.layout.size)
     absurd = 1e3 * (root + float(np.linalg.norm(state.weights.astype(np.float64))))
     bound = recipe.clip.joint(now.bounds[0], task.layout.layers)
-    if recipe.place.target == "update" and recipe.clip.bounded:
+    if recipe.place.of_updates and recipe.clip.bounded:
         own = (
             recipe.place.noised(recipe, task.setting, now, 1)[0].deviation if recipe.place.own_noise else 0.0
         )
         noise = own * (root + 10) * 1.1
         start = (
-            float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of == "weights" else 0.0
+            float(np.linalg.norm(state.weights.astype(np.float64))) if recipe.clip.of_weights else 0.0
         )
         return (bound + start) * (1 + 1e-4) + noise
     unclear = recipe.clip.rule.batch or recipe.clip.rule.rescales or recipe.aggregate.knows_senders

@@ -32,6 +32,7 @@ import numpy as np
 from fedveil.errors import UserError
 
 MARGIN = 2.0**-22  # by so much a clipped vector stays below its bound: more than all rounding before the sum
+ORDERS = {"l1": 1, "l2": 2}  # of the norms that a clip may have
 COVERED = ("native", "stacked", "functional", "reference", "clients")  # not: graph
 SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
 BLOCK = 32  # the native engine adds so many products in float32 before they go to a float64 sum …
@@ -64,7 +65,7 @@ def norm_of(vector: np.ndarray, kind: str = "l2") -> float:
     if peak == 0 or not math.isfinite(peak):
         return peak
     wide = np.ldexp(wide, -math.frexp(peak)[1])  # exact but for what is 2**-1022 of the largest
-    size = float(wide.sum()) if kind == "l1" else math.sqrt(float(np.square(wide).sum()))
+    size = float(wide.sum()) if ORDERS[kind] == 1 else math.sqrt(float(np.square(wide).sum()))
     return float(np.ldexp(size, math.frexp(peak)[1]))
 
 
@@ -131,7 +132,7 @@ def rounding_slack(
     slack = 2.0 * examples * _accumulation(examples)
     if engine == "native":
         slack += min(NATIVE_SLACK, (min(BLOCK, examples) + 3) * examples * _UNIT32)
-        slack += 2.0 * examples * (size if kind == "l1" else math.sqrt(size)) * _TINY32 / bound  # underflow
+        slack += 2.0 * examples * (size if ORDERS[kind] == 1 else math.sqrt(size)) * _TINY32 / bound  # underflow
     return slack + (2.0 * examples * _UNIT32 if narrowed else 0.0)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedveil.privacy.schedules import Schedule
 from fedveil.protect import adaclip
+from fedveil.protect.bounded import ORDERS
 from fedveil.protect.law import Gaussian, Norm
 from fedveil.protect.memory import NOTHING, Memory
 from fedveil.protect.noised import Noised
@@ -216,7 +217,7 @@ class AdaClip(Given):
     rescales: bool = True
 
     def refusal(self, clip: Clip) -> str:
-        return "" if clip.kind == "flat" else "AdaClip clips the whole scaled gradient to 1: set clip.kind = flat"
+        return "" if clip.flat else "AdaClip clips the whole scaled gradient to 1: set clip.kind = flat"
 
     def start(self, clip: Clip, size: int, rounds: int) -> Memory:
         first = adaclip.first(clip.bound.value(0, rounds), size)
@@ -259,19 +260,43 @@ class Clip:
         """Is anything clipped at all?"""
         return self.kind != "none"
 
+    @property
+    def flat(self) -> bool:
+        """Is the whole vector clipped as one?"""
+        return self.kind == "flat"
+
+    @property
+    def by_layer(self) -> bool:
+        """Is each layer clipped on its own?"""
+        return self.kind == "layer"
+
+    @property
+    def order(self) -> int:
+        """1 or 2: the order of the norm."""
+        return ORDERS[self.norm]
+
+    @property
+    def of_weights(self) -> bool:
+        """Is an upload bounded as a whole model?"""
+        return self.of == "weights"
+
+    def pieces(self, layers: Sequence[slice]) -> Sequence[slice]:
+        """What is clipped each on its own: the layers, or the whole vector."""
+        return layers if self.by_layer else (slice(None),)
+
     def joint(self, bound: float, layers: int) -> float:
         """Largest norm of one clipped contribution over all layers together: the only root of layers."""
-        if self.kind != "layer" or self.split:
+        if not self.by_layer or self.split:
             return bound
-        return bound * (layers if self.norm == "l1" else math.sqrt(layers))
+        return bound * (layers if self.order == 1 else math.sqrt(layers))
 
     def piece(self, bound: float, layers: int) -> float:
         """What each clipped piece (a layer, or the whole) is clipped to."""
-        return bound / math.sqrt(layers) if self.split and self.kind == "layer" else bound
+        return bound / math.sqrt(layers) if self.split and self.by_layer else bound
 
     def refusal(self) -> str:
         """Why these parts cannot work together, or ""."""
-        if self.split and self.norm == "l1":
+        if self.split and self.order == 1:
             return "clip.split divides an L2 bound among the layers: set clip.norm = l2 or clip.kind = flat"
         return self.rule.refusal(self)
 

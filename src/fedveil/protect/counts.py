@@ -43,7 +43,7 @@ class LocalSteps:
         reasons = (
             ["steps of one client are not Poisson samples of all clients' data"] if setting.clients > 1 else []
         )
-        if recipe.clip.kind == "layer":
+        if recipe.clip.by_layer:
             reasons.append(f"sigma is not divided by the square root of the {setting.layers} layers")
         if recipe.scale.batch:
             reasons.append("the noise scale depends on the data")
@@ -70,14 +70,14 @@ class Rounds:
     """Fed-SDP as printed: the moments accountant, q = K/N, one step per round, the printed sigma."""
 
     def claims(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> list[Claim]:
-        if recipe.place.target != "update" or not recipe.clip.bounded:
+        if not recipe.place.of_updates or not recipe.clip.bounded:
             return []
         rate = min(1.0, setting.cohort / setting.clients)
         event = Event(
             Noise("gaussian", now.sigmas[0]), Sampling("poisson", rate=rate), "add-remove", "client", 1
         )
         reason = "as the papers count it: whoever sees single updates gets no amplification by client sampling"
-        if recipe.clip.kind == "layer":
+        if recipe.clip.by_layer:
             reason += f"; sigma is not divided by the square root of the {setting.layers} layers"
         if said := condition_words(rate, now.sigmas[0]):
             reason += f"; {said}"

@@ -8,7 +8,7 @@ from typing import Any
 from fedveil.privacy.events import OBSERVERS
 from fedveil.privacy.schedules import Schedule
 from fedveil.protect.catalogue import catalogue
-from fedveil.protect.clip import values_of
+from fedveil.protect.clip import Given, values_of
 from fedveil.protect.promise import claims
 from fedveil.protect.recipe import Recipe, spell
 from fedveil.protect.setting import Moment, Setting
@@ -53,10 +53,10 @@ def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, 
 def describe(recipe: Recipe) -> dict[str, Any]:
     """One recipe as a plain row."""
     clip = recipe.clip
-    shown = "none" if clip.kind == "none" else f"{clip.kind} {text_of(clip.bound)}"
-    if clip.rule.name != "given":
+    shown = f"{clip.kind} {text_of(clip.bound)}" if clip.bounded else clip.kind
+    if clip.rule != Given():
         shown += f" ({clip.rule.name})"
-    if clip.norm == "l1":
+    if clip.order == 1:
         shown += " L1"
     found, words = verdicts(recipe), spell(recipe)
     return {

@@ -44,6 +44,7 @@ import numpy as np
 
 from fedveil.errors import UserError
 from fedveil.protect import noise
+from fedveil.protect.bounded import ORDERS
 
 GAUSSIAN, LAPLACE, STAIRCASE, JOINT = 6, 7, 8, 9
 FURTHER, LOW, SECOND, NEXT = 16, 32, 48, 64  # added to a purpose
@@ -488,7 +489,7 @@ def snapped_laplace_multiplier(
     steps). Adding rounded noise to integers is rounding the sum of both.
     """
     return scale / (
-        snapped_l1_bound(bound, grid, count) if norm == "l1" else noise.snapped_bound(bound, grid, count)
+        snapped_l1_bound(bound, grid, count) if ORDERS[norm] == 1 else noise.snapped_bound(bound, grid, count)
     )
 
 
@@ -498,7 +499,7 @@ def snapped_period(bound: float, grid: float, count: int, norm: str = "l1", widt
     Staircase noise promises lam for changes up to its period and nothing smaller than 2 lam beyond: the noise must be made
     for the snapped bound. With it the multiplier 1 / lam is counted as without a grid.
     """
-    wider = count if norm == "l1" else math.isqrt(count - 1) + 1
+    wider = count if ORDERS[norm] == 1 else math.isqrt(count - 1) + 1
     if width == 1:
         return math.floor(bound / grid * (1 + 2.0**-50)) + wider
     return math.ceil(width * (bound / grid + wider) * (1 + 2.0**-50))

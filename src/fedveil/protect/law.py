@@ -72,7 +72,7 @@ class Gaussian:
     scales: bool = True
 
     def refusal(self, recipe: Recipe) -> str:
-        if recipe.clip.norm == "l1":
+        if recipe.clip.order == 1:
             return "Gaussian noise is calibrated to an L2 bound: set clip.norm = l2"
         return ""
 
@@ -154,7 +154,7 @@ class Staircase:
     width: float = 1.0
 
     def refusal(self, recipe: Recipe) -> str:
-        flat = recipe.clip.kind == "flat" and recipe.clip.norm == "l2"
+        flat = recipe.clip.flat and recipe.clip.order == 2
         if self.width != 1 and not (flat and 0 <= self.width < math.inf):
             return f"width = {self.width} is the step of i.i.d. Staircase noise under a flat L2 clip, 0 or more"
         return _only_in_steps(self.name, recipe)
@@ -206,7 +206,7 @@ class JointStaircase(Staircase):
     def refusal(self, recipe: Recipe) -> str:
         if self.width != 1:
             return f"width = {self.width}: only i.i.d. Staircase noise has steps of another width than the bound"
-        if recipe.clip.kind != "flat" or recipe.clip.norm != "l1":
+        if not recipe.clip.flat or recipe.clip.order != 1:
             return "the joint staircase needs clip.kind = flat and clip.norm = l1"
         return _only_in_steps(self.name, recipe)
 
@@ -248,6 +248,17 @@ def _only_in_steps(name: str, recipe: Recipe) -> str:
 LAWS: dict[str, Law] = {law.name: law for law in (Gaussian(), Laplace(), Staircase(), JointStaircase())}
 
 
+SUITED: dict[str, dict[str, object]] = {  # the clip that a law is made for, where it is another than the plain one
+    "staircase": {"clip.norm": "l2", "clip.kind": "flat", "width": 0.0},
+    "joint-staircase": {"clip.norm": "l1", "clip.kind": "flat", "width": 1.0},
+}
+
+
+def clip_for(mechanism: str) -> dict[str, object]:
+    """The changes of a recipe's clip that a mechanism asks for."""
+    return SUITED.get(mechanism, {"clip.norm": "l2", "width": 1.0})
+
+
 def kernel_of(law: Law) -> str:
     """The compiled engine's name for a law; "" for laws that are not ours, which draw in their own way."""
     ours = LAWS.get(law.name)
@@ -265,6 +276,11 @@ class NoiseOn:
 
     def factor(self, count: float) -> float:
         return {"sum": 1.0, "example": math.sqrt(count), "mean": count}[self.name]
+
+    @property
+    def once(self) -> bool:
+        """Is the scale that of the sum itself?"""
+        return self.name == "sum"
 
     @property
     def for_each(self) -> bool:

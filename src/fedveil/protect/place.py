@@ -49,6 +49,10 @@ class Place(Protocol):
     @property
     def target(self) -> Literal["gradient", "update", "weights"]: ...
     @property
+    def of_gradients(self) -> bool: ...
+    @property
+    def of_updates(self) -> bool: ...
+    @property
     def unit(self) -> Unit: ...
     @property
     def private(self) -> bool: ...
@@ -175,6 +179,16 @@ class Nowhere:
     shows_divergence: bool = True
     scope: Scope = "holder"
 
+    @property
+    def of_gradients(self) -> bool:
+        """Is it gradients of examples that are clipped?"""
+        return self.target == "gradient"
+
+    @property
+    def of_updates(self) -> bool:
+        """Is it a client's finished update that is clipped?"""
+        return self.target == "update"
+
     def refusal(self, recipe: Recipe) -> str:
         """Why this recipe cannot have its noise here, or ""."""
         return ""
@@ -289,7 +303,7 @@ class AtClient(Nowhere):
 
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         # Two models in a ball may be twice its radius apart; an update may be left out.
-        whole = recipe.clip.of == "weights"
+        whole = recipe.clip.of_weights
         alone = Counted(Sampling("none"), "replace-one", 2.0) if whole else Counted(Sampling("none"), "zero-out")
         return (one(recipe, replace(setting, engine="clients"), now, 0, 1.0, alone, "client"),)
 
@@ -299,7 +313,7 @@ class AtClient(Nowhere):
         if not recipe.clip.bounded:
             return [none(observer, unit, "noise without a clip: the update is unbounded")]
         (noised,) = self.noised(recipe, setting, now, size)
-        what = "a model that is " if recipe.clip.of == "weights" else ""
+        what = "a model that is " if recipe.clip.of_weights else ""
         why = f"each upload is {what}clipped and noised by its client{on_grid(recipe)}"
         return both_units(observer, noised, unit, why, self.scope)
 
@@ -403,7 +417,7 @@ class Reports(Nowhere):
     shows_divergence: bool = False
 
     def refusal(self, recipe: Recipe) -> str:
-        if recipe.noise_on.name != "sum":
+        if not recipe.noise_on.once:
             return "reports carry their own randomness: leave noise_on = sum"
         if recipe.epsilon is None or not recipe.epsilon > 0:
             return "the two-valued randomiser needs epsilon > 0 (per weight)"
@@ -441,4 +455,4 @@ PLACES: dict[str, Place] = {p.name: p for p in (Nowhere(), InStep(), AtClient(),
 
 def units_of(place: Place) -> Sequence[Unit]:
     """The units that a place's releases speak about."""
-    return ("reported-weight", *BOTH) if place.target == "weights" else BOTH
+    return ("reported-weight", *BOTH) if isinstance(place, Reports) else BOTH

@@ -39,6 +39,11 @@ class About:
     paper: str = ""
     family: str = "federated"  # federated, central, local or baseline
 
+    @property
+    def central(self) -> bool:
+        """Is it about one holder of all data? Its configuration then starts from other defaults."""
+        return self.family == "central"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -122,7 +127,7 @@ def _place_and_law(r: Recipe) -> str:
     reports = isinstance(r.place, Reports)
     if r.private != (r.law is not None or reports):
         return "a mechanism needs a place (where = step, client, server or sum), and a place needs a mechanism"
-    if r.clip.of == "weights" and not (isinstance(r.place, AtClient) and r.clip.kind == "flat"):
+    if r.clip.of_weights and not (isinstance(r.place, AtClient) and r.clip.flat):
         return "clip.of = weights bounds an upload as a whole model: target = update, where = client, clip.kind = flat"
     unbounded_is_the_method = isinstance(r.place, AtClient) and r.place.unbounded
     if r.law is not None and not r.clip.bounded and not unbounded_is_the_method:
@@ -394,7 +399,7 @@ def _place(base: Recipe, keys: Mapping[str, Any]) -> Place:
     if target == "weights" and place.private:
         refuse("noise on whole weights has no bounded sensitivity here; protect gradients or updates")
     if place.private and target != place.target:
-        units = "examples" if place.target == "gradient" else "updates"
+        units = "examples" if place.of_gradients else "updates"
         refuse(f"where = {place.name} protects {units}: target must be {place.target}")
     return place
 

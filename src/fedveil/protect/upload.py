@@ -104,6 +104,11 @@ class RangeRule:
     adapt: Literal["extremes", "spread"] = "extremes"
 
     @property
+    def from_model(self) -> bool:
+        """Are the first ranges those of the first model?"""
+        return self.prior == "model"
+
+    @property
     def adaptive(self) -> bool:
         return self.kind == "adaptive"
 

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fedveil.attacks import verdicts
+from fedveil.protect.clip import Given
 from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card, percent
 from fedveil.report.facts import Facts, number
@@ -160,10 +161,10 @@ def _sigma(facts: Facts) -> str:
 
 def _clip_words(recipe: Any) -> str:
     clip = recipe.clip
-    if clip.kind == "none":
+    if not clip.bounded:
         return "none"
-    rule = "" if clip.rule.name == "given" else f", {clip.rule.name} rule"
-    return ("each layer on its own" if clip.kind == "layer" else "the whole vector") + rule
+    rule = "" if clip.rule == Given() else f", {clip.rule.name} rule"
+    return ("each layer on its own" if clip.by_layer else "the whole vector") + rule
 
 
 def quality(facts: Facts) -> list[Markup]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedveil.protect.bounded import ORDERS
 from fedveil.protect.law import Law
 from fedveil.protect.noised import Drawing
 from fedveil.training.optimisers import SGD, Optimiser
@@ -86,9 +87,39 @@ class LocalPlan:
         return self.noised[0].grid if self.noised else 0.0
 
     @property
+    def clips(self) -> bool:
+        """Is anything clipped at all?"""
+        return self.clip != "none"
+
+    @property
+    def flat(self) -> bool:
+        """Is the whole gradient clipped as one?"""
+        return self.clip == "flat"
+
+    @property
+    def by_layer(self) -> bool:
+        """Is each layer clipped on its own?"""
+        return self.clip == "layer"
+
+    @property
+    def order(self) -> int:
+        """1 or 2: the order of the norm that is clipped."""
+        return ORDERS[self.clip_norm]
+
+    @property
+    def by_median(self) -> bool:
+        """Is the bound the batch's own median norm?"""
+        return self.bound_rule == "median"
+
+    @property
+    def by_largest(self) -> bool:
+        """Is the noise scaled to the batch's largest clipped norm?"""
+        return self.sensitivity == "l2-max"
+
+    @property
     def follows(self) -> bool:
         """Does the noise follow a norm of the batch?"""
-        return self.sensitivity == "l2-max" or (self.bound_rule == "median" and self.clip != "none")
+        return self.by_largest or (self.by_median and self.clips)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ def _why_not(plan: LocalPlan) -> str | None:
         return "the compiled extension is not installed"
     if plan.law is not None and not kernel_of(plan.law):
         return "this noise law has no compiled kernel"
-    if plan.grid > 0 and plan.bound_rule == "median":
+    if plan.grid > 0 and plan.by_median:
         return "noise on a grid needs one bound"
-    if plan.grid > 0 and isinstance(plan.law, Staircase) and plan.sensitivity != "bound":
+    if plan.grid > 0 and isinstance(plan.law, Staircase) and plan.by_largest:
         return "Staircase noise on a grid needs sensitivity = bound"
     if isinstance(plan.law, Staircase) and plan.law.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
@@ -93,7 +93,7 @@ def train(
     if targets is not None and targets.shape[1] != outputs:
         raise UserError(f"The model has {outputs} outputs but y has {targets.shape[1]} columns.")
     count = len(work)
-    columns = 1 if plan.clip == "flat" else layout.layers
+    columns = 1 if plan.flat else layout.layers
     delta = np.empty((count, layout.size), np.float32)
     norms = np.empty((2, count * columns))
     facts = np.empty((count, 7))
@@ -201,9 +201,9 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
         "clip": _CLIPS.index(plan.clip),
         "noise": _LAWS.index("none" if plan.law is None else kernel_of(plan.law)),
         "for_each": any(one.at_count > 0 for one in plan.noised),
-        "l1": plan.clip_norm == "l1",
-        "median": plan.bound_rule == "median",
-        "l2_max": plan.sensitivity == "l2-max",
+        "l1": plan.order == 1,
+        "median": plan.by_median,
+        "l2_max": plan.by_largest,
         "squared": plan.loss == "squared",
         "only_sum": plan.only_sum,
     }

@@ -210,7 +210,7 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
         raise UserError(
             f"start has shape {np.shape(start)}, but the model has {size} weights: pass flatten(module)."
         )
-    if plan.clip != "none" and len(plan.bounds) != plan.steps:
+    if plan.clips and len(plan.bounds) != plan.steps:
         raise UserError(
             f"plan.bounds has {len(plan.bounds)} values for {plan.steps} steps: give one per step."
         )
@@ -218,7 +218,7 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
         raise UserError(f"plan.noised has {len(plan.noised)} values for {plan.steps} steps: give one per step.")
     if any((one.at_norm > 0) != plan.follows or (one.law, one.grid) != (plan.law, plan.grid) for one in plan.noised):
         raise UserError("plan.noised: all steps have one law and one grid, and at_norm where the scale follows the batch.")
-    if plan.clip != "none" and plan.bound_rule == "given":
+    if plan.clips and not plan.by_median:
         for bound in set(plan.bounds):
             check_bound(bound, "plan.bounds")
     if plan.only_sum and (plan.steps != 1 or plan.noised):

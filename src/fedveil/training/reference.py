@@ -54,7 +54,7 @@ def _client(
     first = torch.as_tensor(np.asarray(start), dtype=dtype)
     weights, state = first.clone(), optimisers.begin(plan.optimiser, first)
     layers = layout.layer_slices()
-    parts = (slice(0, layout.size),) if plan.clip == "flat" else layers  # what one norm is taken of
+    parts = (slice(0, layout.size),) if plan.flat else layers  # what one norm is taken of
     losses: list[float] = []
     norms: list[list[float]] = []
     below, scales, skipped, drawn = 0.0, [], 0, 0
@@ -68,7 +68,7 @@ def _client(
             if work.shift is not None:
                 gradient = (gradient - _vector(work.shift, dtype)) / _vector(work.scale, dtype)
             size = [_norm(gradient[part], plan.clip_norm) for part in parts]
-            if plan.clip != "none" and not all(map(math.isfinite, [loss, *size])):
+            if plan.clips and not all(map(math.isfinite, [loss, *size])):
                 skipped += 1
                 continue
             losses.append(loss)
@@ -80,14 +80,14 @@ def _client(
         for gradient, size in zip(gradients, sizes, strict=True):
             clipped = gradient.double()
             for part, norm, bound in zip(parts, size, bounds, strict=True):
-                if plan.clip != "none":
+                if plan.clips:
                     clipped[part] *= factor(norm, bound)
                 largest = max(largest, min(norm, bound))
                 below += (norm <= bound) / len(parts)
             total += clipped
         norms += sizes
         if plan.noised:
-            followed = np.array([largest] if plan.sensitivity == "l2-max" else bounds)
+            followed = np.array([largest] if plan.by_largest else bounds)
             times = plan.noised[step].times(followed if plan.follows else None, len(rows))
             spread = np.repeat(times, [part.stop - part.start for part in parts]) if times.size > 1 else float(times.mean())
             total = torch.as_tensor(plan.noised[step].add(total.numpy(), work.noise_key, step, spread))
@@ -147,9 +147,9 @@ def example_gradient(
 
 
 def _bounds(plan: LocalPlan, step: int, sizes: list[list[float]], parts: int) -> list[float]:
-    if plan.clip == "none":
+    if not plan.clips:
         return [math.inf] * parts
-    if plan.bound_rule == "median":
+    if plan.by_median:
         return list(np.median(sizes, axis=0)) if sizes else [0.0] * parts
     return [plan.bounds[step]] * parts
 
@@ -164,7 +164,7 @@ def _vector(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _nothing(layout: Layout, plan: LocalPlan) -> dict[str, Any]:
     """The figures of a client that used no example."""
-    columns = 1 if plan.clip == "flat" else layout.layers
+    columns = 1 if plan.flat else layout.layers
     return {
         "delta": np.zeros(layout.size, np.float32),
         "finite": True,

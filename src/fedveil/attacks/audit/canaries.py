@@ -304,7 +304,7 @@ def _as_clipped(prepared: Prepared, state: State, now: Moment, upload: Upload) -
         assert work.shift is not None and work.scale is not None
         moved = learning_rate_of(task, state.round) * task.setting.steps * work.shift
         return (upload.update + moved) / work.scale
-    return upload.update + state.weights if task.recipe.clip.of == "weights" else upload.update
+    return upload.update + state.weights if task.recipe.clip.of_weights else upload.update
 
 
 def _slots(staged: Staged, vector: np.ndarray) -> np.ndarray:
@@ -358,7 +358,7 @@ def _units(staged: Staged, task: Task, now: Moment, client: int, size: int) -> t
     bounds = now.bounds if recipe.place.in_steps else now.bounds[:1]
     reach = sum(recipe.clip.piece(bound, task.layout.layers) for bound in bounds)
     variance = sum(one.deviation**2 for one in noised)
-    if recipe.clip.norm == "l1":  # the score measures in l2 what was clipped in l1
+    if recipe.clip.order == 1:  # the score measures in l2 what was clipped in l1
         reach /= float(np.abs(staged.direction).sum())
     return math.sqrt(variance) or 1.0, reach * _rate(task, client, size), batch
 
@@ -366,7 +366,7 @@ def _units(staged: Staged, task: Task, now: Moment, client: int, size: int) -> t
 def _rate(task: Task, client: int, size: int) -> float:
     """How often a canary of a client that takes part is in what is summed up."""
     recipe, setting = recipe_of(task, client), task.setting
-    if recipe.place.target == "gradient":
+    if recipe.place.of_gradients:
         return recipe.batches.constant(setting.batch, size) / size
     return 1.0 if recipe.place.open_uploads else min(1.0, setting.cohort / setting.clients)
 

@@ -324,7 +324,7 @@ def why_not(prepared: Prepared) -> str:
         return "the noise scale comes from the data"
     if recipe.clip.rule.rescales:
         return "what follows the noise has a scale of its own in each coordinate"
-    if recipe.clip.of == "weights" or recipe.thin.anything or recipe.downlink_sigma:
+    if recipe.clip.of_weights or recipe.thin.anything or recipe.downlink_sigma:
         return "what follows the noise is not linear"
     if not recipe.place.open_uploads and (
         type(recipe.aggregate) is not Mean or prepared.task.server_momentum

@@ -101,7 +101,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
     values = torch.as_tensor(np.concatenate([s.values for s in seen]))
     noise = float(np.mean([s.noise_scale for s in seen]))
     known: dict[str, Any] = {"noise": noise}
-    if plan.clip != "none" and plan.bound_rule == "given":
+    if plan.clips and not plan.by_median:
         known |= {"clip": plan.clip, "bound": plan.bounds[0], "clip_norm": plan.clip_norm}
     if recipe.clip.rule.rescales:
         work = work_of(task, state, first.moment, client)
@@ -112,7 +112,7 @@ def _leak(prepared: Prepared, state: State, seen: list[Seen], batch: int, client
             values = (values + plan.learning_rate * plan.steps * known["shift"]) / known["scale"]
     if first.tap == "type2":
         return Leak(values, task.layout, **known)
-    about_update = recipe.place.target == "update" and recipe.clip.of == "update"
+    about_update = recipe.place.of_updates and not recipe.clip.of_weights
     if about_update and first.tap != "type1" and recipe.clip.bounded:
         known |= {
             "clip": recipe.clip.kind, "bound": first.moment.bounds[0], "clip_norm": recipe.clip.norm,

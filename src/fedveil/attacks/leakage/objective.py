@@ -19,6 +19,7 @@ from torch.nn.functional import log_softmax, one_hot
 
 from fedveil.attacks.leakage.kernels import Gradients, Matcher, compiled, matcher
 from fedveil.models.layout import Layout, unflatten
+from fedveil.protect.bounded import ORDERS
 
 CHUNK = 64  # dummy examples per evaluation: larger batches fall out of the cache
 
@@ -51,6 +52,31 @@ class Leak:
     scale: Tensor | None = None
 
     @property
+    def clips(self) -> bool:
+        """Was anything clipped, as far as is known?"""
+        return self.clip != "none"
+
+    @property
+    def flat(self) -> bool:
+        """Was the whole vector clipped as one?"""
+        return self.clip == "flat"
+
+    @property
+    def each(self) -> bool:
+        """Was each example clipped, rather than the observed vector?"""
+        return self.clip_on == "example"
+
+    @property
+    def is_update(self) -> bool:
+        """Is it a difference of weights, rather than a gradient?"""
+        return self.kind == "update"
+
+    @property
+    def per_gradient(self) -> float:
+        """What the observed vector is divided by to be in units of a gradient."""
+        return self.learning_rate * self.steps if self.is_update else 1.0
+
+    @property
     def noisy(self) -> bool:
         return max(self.layer_noise) > 0
 
@@ -62,7 +88,7 @@ class Leak:
     def as_gradient(self) -> Leak:
         """An update divided by -(learning rate x steps): the mean of the gradients along the local path. With
         steps > 1 it is a gradient at the start weights only approximately."""
-        if self.kind == "gradient":
+        if not self.is_update:
             return self
         scale = self.learning_rate * self.steps
         return replace(
@@ -106,9 +132,8 @@ def predictor(
     """
     layout, names = leak.layout, leak.layout.names
     slices = layout.layer_slices()
-    clip = leak.clip if aware else "none"
-    on_example = clip != "none" and leak.clip_on == "example"
-    scale = leak.learning_rate * leak.steps if leak.kind == "update" else 1.0
+    clips = aware and leak.clips
+    on_example = clips and leak.each
 
     fast = Plain(module, weights, layout)
 
@@ -121,11 +146,11 @@ def predictor(
         return flat if leak.scale is None or leak.shift is None else (flat - leak.shift) / leak.scale
 
     def shrink(g: Tensor, bound: float) -> Tensor:
-        parts = [g] if clip == "flat" else [g[..., s] for s in slices]
+        parts = [g] if leak.flat else [g[..., s] for s in slices]
         return torch.cat([p * (bound / size(p)).clamp(max=1.0) for p in parts], -1)
 
     def size(p: Tensor) -> Tensor:
-        if leak.clip_norm == "l1":
+        if ORDERS[leak.clip_norm] == 1:
             return p.abs().sum(-1, keepdim=True).clamp(min=1e-30)
         return p.square().sum(-1, keepdim=True).clamp(min=1e-30).sqrt()
 
@@ -151,26 +176,24 @@ def predictor(
             at = at - leak.learning_rate * step_gradient
         return total / leak.steps
 
-    inner = unrolled if unroll and leak.kind == "update" else averaged
-    if clip == "none" or leak.clip_on == "example":
+    inner = unrolled if unroll and leak.is_update else averaged
+    if not clips or leak.each:
         return inner
-    return lambda x, t: shrink(inner(x, t), leak.bound / scale)
+    return lambda x, t: shrink(inner(x, t), leak.bound / leak.per_gradient)
 
 
 def fast_matcher(
     module: nn.Module, weights: Tensor, leak: Leak, shape: tuple[int, ...], *, aware: bool
 ) -> Matcher | None:
     """The compiled form of comparing `predictor(...)` with the leak, where there is one (no unrolled steps, no L1 clip)."""
-    clip = leak.clip if aware else "none"
-    if clip != "none" and leak.clip_norm != "l2":
+    if aware and leak.clips and ORDERS[leak.clip_norm] != 2:
         return None
-    per_step = leak.learning_rate * leak.steps if leak.kind == "update" else 1.0
     mapped = leak.scale is not None and leak.shift is not None
     return matcher(
         module, weights, leak.layout, shape,
-        clip=clip,
+        clip=leak.clip if aware else "none",
         clip_on=leak.clip_on,
-        bound=leak.bound / per_step if leak.clip_on == "whole" else leak.bound,
+        bound=leak.bound if leak.each else leak.bound / leak.per_gradient,
         shift=leak.shift.float().contiguous().numpy() if mapped and leak.shift is not None else None,
         scale=leak.scale.float().contiguous().numpy() if mapped and leak.scale is not None else None,
     )  # fmt: skip

@@ -192,7 +192,7 @@ def attack(
         known = ", ".join(METHODS)
         raise UserError(f"unknown attack {method!r}; choose one of {known}.{did_you_mean(method, METHODS)}")
     begin = time.process_time()
-    unroll = update_as == "unroll" and leak.kind == "update" and leak.steps > 1
+    unroll = update_as == "unroll" and leak.is_update and leak.steps > 1
     n = images_per_victim or (leak.batch * leak.steps if unroll else leak.batch)
     aware = method == "veil" if aware is None else aware
     budget = ITERATIONS[method] if iterations is None else iterations

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fedveil.protect.bounded import ORDERS
+
 Tensor = torch.Tensor
 
 
@@ -59,7 +61,7 @@ def materialise(capture: Outer | Given) -> Given:
 
 def measure(capture: Outer | Given, kind: str) -> tuple[Tensor, Outer | Given]:
     """Per-example norms [K, B], and the capture, materialised if that was the cheapest way."""
-    order = 1 if kind == "l1" else 2
+    order = ORDERS[kind]
 
     def size(values: Tensor) -> Tensor:
         return torch.linalg.vector_norm(values, order, dim=-1)

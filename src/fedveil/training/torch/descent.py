@@ -21,8 +21,8 @@ import torch
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
-from fedveil.protect.bounded import MARGIN
-from fedveil.protect.law import kernel_of
+from fedveil.protect.bounded import MARGIN, ORDERS
+from fedveil.protect.law import Gaussian, kernel_of
 from fedveil.protect.noised import Drawing
 from fedveil.training import optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
@@ -41,6 +41,22 @@ class Clipping:
     norms: bool = True  # are per-example norms wanted even though nothing is clipped?
     shift: Tensor | None = None  # AdaClip, [K, P]
     scale: Tensor | None = None
+
+    @property
+    def clips(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def flat(self) -> bool:
+        return self.kind == "flat"
+
+    @property
+    def by_layer(self) -> bool:
+        return self.kind == "layer"
+
+    @property
+    def order(self) -> int:
+        return ORDERS[self.norm]
 
     def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]; float64.
@@ -181,9 +197,9 @@ def _stack(
     counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
     widths = np.stack([_widths(c) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
-    figures = _Figures(clients, 1 if plan.clip == "flat" else network.layout.layers, device)
+    figures = _Figures(clients, 1 if plan.flat else network.layout.layers, device)
     noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
-    most_rows = int(widths.max(initial=0)) if plan.bound_rule == "median" else network.rows
+    most_rows = int(widths.max(initial=0)) if plan.by_median else network.rows
 
     for step in range(plan.steps):
         clipping = _clipping(plan, step, norms)
@@ -207,11 +223,11 @@ def _stack(
                 result = network.clipped(own, images, targets, mask, clipping, plan.loss)
                 part = result.total if part is None else part.add_(result.total)
                 figures.add(chosen, result, mask)
-                if plan.noised and plan.sensitivity == "l2-max":
+                if plan.noised and plan.by_largest:
                     largest = result.total.new_zeros(clients) if largest is None else largest
                     clipped = _largest(result)
                     largest[chosen] = torch.maximum(largest[chosen], clipped)
-                if result.bound is not None and plan.bound_rule == "median":
+                if result.bound is not None and plan.by_median:
                     if bound_used is None:
                         bound_used = result.bound.new_zeros(clients, 1, result.bound.shape[2])
                     bound_used[chosen] = result.bound
@@ -254,7 +270,7 @@ class _Noise:
     def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int, dtype: torch.dtype) -> None:
         self.plan, self.work, self.size, self.dtype = plan, work, size, dtype
         self.room = np.empty((len(work), size), np.float32)
-        fast = kernel_of(plan.noised[0].law) == "gaussian" and plan.grid <= 0 and noise._native is None
+        fast = kernel_of(plan.noised[0].law) == Gaussian().kernel and plan.grid <= 0 and noise._native is None
         self.normals = Normals([one.noise_key for one in work], size) if fast else None
 
     def add(
@@ -324,8 +340,8 @@ def _mask(counts: np.ndarray, at: int, end: int, like: Tensor) -> Tensor | None:
 def _clipping(
     plan: LocalPlan, step: int, norms: bool, shift: Tensor | None = None, scale: Tensor | None = None
 ) -> Clipping:
-    bound = None if plan.clip == "none" or plan.bound_rule == "median" else plan.bounds[step]
-    wanted = norms or plan.sensitivity == "l2-max"
+    bound = None if not plan.clips or plan.by_median else plan.bounds[step]
+    wanted = norms or plan.by_largest
     return Clipping(plan.clip, plan.clip_norm, bound, wanted, shift, scale)
 
 
@@ -341,7 +357,7 @@ def _followed(plan: LocalPlan, largest: Tensor | None, bounds: Tensor | None, cl
     """The norms that the noise follows, per client [K, 1] or per client and layer (0 for an empty batch), or None."""
     if not plan.follows:
         return None
-    seen = (None if largest is None else largest[:, None]) if plan.sensitivity == "l2-max" else bounds
+    seen = (None if largest is None else largest[:, None]) if plan.by_largest else bounds
     if seen is None:
         return np.zeros((clients, 1))
     return np.asarray(seen.reshape(clients, -1).double().cpu().numpy())
@@ -360,7 +376,7 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
         divided = array if divisor is None else array / np.reshape(divisor, (-1, *[1] * (array.ndim - 1)))
         return divided if keep.all() else np.where(mask, divided, np.zeros((), array.dtype))
 
-    below = figures.below if plan.clip != "none" else torch.as_tensor(examples, dtype=torch.float64)
+    below = figures.below if plan.clips else torch.as_tensor(examples, dtype=torch.float64)
     return LocalResult(
         delta=clean(delta),
         finite=keep,
@@ -387,7 +403,7 @@ def usable(losses: Tensor, norms: Tensor, mask: Tensor | None, dtype: torch.dtyp
 def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> LocalResult:
     """Several results as one, in order."""
     if not parts:
-        columns = 1 if plan.clip == "flat" else layout.layers
+        columns = 1 if plan.flat else layout.layers
         none, figures = np.zeros(0), np.zeros((0, columns))
         empty = np.zeros((0, layout.size), np.float32)
         return LocalResult(

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.protect.bounded import ORDERS
 from fedveil.training import dropout
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional
@@ -394,7 +395,7 @@ class Net:
     ) -> Pass:
         """Losses, norms and the clipped sum of one client (see `descent.Network`)."""
         result = self._pass(weights, x, y, mask, clipping, loss)
-        if clipping.kind == "none" or result.norms is None:
+        if not clipping.clips or result.norms is None:
             return result
         used = descent.usable(result.loss, result.norms, mask, weights.dtype)
         return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
@@ -420,7 +421,7 @@ class Net:
         total = torch.zeros_like(weights)
         slices = dict(zip(self.layout.names, _slices(self.layout), strict=True))
         merged: dict[str, Capture] = {}
-        wanted = clipping.kind != "none" or clipping.norms
+        wanted = clipping.clips or clipping.norms
         squares: list[list[Tensor]] = [[] for _ in range(self.layout.layers)]
         for name, layer in zip(self.layout.names, self.layout.layer_of, strict=True):
             if not found[name]:
@@ -437,7 +438,7 @@ class Net:
                 capture = _cleared(capture, without)
             if wanted:
                 norm, capture = _measured(capture, clipping.norm)
-                squares[layer].append(norm if clipping.norm == "l1" else norm.square())
+                squares[layer].append(norm if clipping.order == 1 else norm.square())
             merged[name] = capture
         if not wanted:
             for name, capture in merged.items():
@@ -445,18 +446,15 @@ class Net:
             return Pass(total, losses, None, None, mask)
         nothing = torch.zeros_like(losses)
         every = torch.stack([sum(parts, nothing) for parts in squares], 2)
-        every = every if clipping.norm == "l1" else every.sqrt()
-        if clipping.kind == "flat":
-            norms = torch.linalg.vector_norm(every, 1 if clipping.norm == "l1" else 2, dim=2, keepdim=True)
-        else:
-            norms = every
-        if clipping.kind == "none":
+        every = every if clipping.order == 1 else every.sqrt()
+        norms = torch.linalg.vector_norm(every, clipping.order, dim=2, keepdim=True) if clipping.flat else every
+        if not clipping.clips:
             factors, bound = None, None
         else:
             factors, bound = clipping.factors(norms, mask)
         for name, layer in zip(self.layout.names, self.layout.layer_of, strict=True):
             if name in merged:
-                own = mask if factors is None else factors[:, :, 0 if clipping.kind == "flat" else layer]
+                own = mask if factors is None else factors[:, :, 0 if clipping.flat else layer]
                 _sum_up(merged.pop(name), own, total[:, slices[name]])
         return Pass(total, losses, norms, bound, mask)
 
@@ -529,7 +527,7 @@ def _measured(capture: Capture, kind: str) -> tuple[Tensor, Capture]:
         return norm, replace(capture, inner=inner)
     if not isinstance(capture, Rows):
         return measure(capture, kind)
-    if kind == "l1":
+    if ORDERS[kind] == 1:
         return torch.stack([_written(replace(capture, index=i[None], d=d[None])).abs().sum((0, 2))[0]
                             for i, d in zip(capture.index, capture.d, strict=True)])[None], capture  # fmt: skip
     d = capture.d.double()

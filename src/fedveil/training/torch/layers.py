@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedveil.protect.bounded import ORDERS
+
 Tensor = torch.Tensor
 
 
@@ -131,7 +133,7 @@ def _write(matrix: Tensor, capture: Outer, out: Tensor) -> None:
 
 def size_of(values: Tensor, kind: str) -> Tensor:
     """Norms over the last axis in float64, without under- or overflow."""
-    order = 1 if kind == "l1" else 2
+    order = ORDERS[kind]
     if values.dtype != torch.float64:  # squares of float32 numbers are ordinary float64 numbers
         return torch.linalg.vector_norm(values.double(), order, dim=-1)
     peak = values.abs().amax(-1, keepdim=True)

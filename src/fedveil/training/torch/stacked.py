@@ -221,7 +221,7 @@ class Net:
     ) -> Pass:
         """Losses, norms and the clipped sum of a group of clients (see `descent.Network`)."""
         result = self._pass(weights, x, y, mask, clipping, loss)
-        if clipping.kind == "none" or result.norms is None:
+        if not clipping.clips or result.norms is None:
             return result
         used = descent.usable(result.loss, result.norms, mask, weights.dtype)
         # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
@@ -242,7 +242,7 @@ class Net:
         tape = []
         out = x
         for layer in self.layers:
-            out, saved = layer.forward(weights, out, clipping.kind != "none")
+            out, saved = layer.forward(weights, out, clipping.clips)
             tape.append(saved)
         losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
         losses = losses.view(clients, -1)
@@ -262,22 +262,22 @@ class Net:
                 capture = _mapped(capture, clipping.shift[:, layer.part], clipping.scale[:, layer.part])
             if without is not None:
                 capture = _cleared(capture, without)
-            if clipping.kind != "none" or clipping.norms:
+            if clipping.clips or clipping.norms:
                 norms[layer.layer], capture = measure(capture, clipping.norm)
-            if clipping.kind == "flat":  # the factor needs every layer's norm
+            if clipping.flat:  # the factor needs every layer's norm
                 waiting.append((layer.part, capture))
                 continue
-            if clipping.kind == "none":
+            if not clipping.clips:
                 sum_plainly(capture, total[:, layer.part])
                 continue
             wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
             sum_up(capture, wide[:, :, 0], total[:, layer.part])
-        if clipping.kind == "none" and not clipping.norms:
+        if not clipping.clips and not clipping.norms:
             return Pass(total, losses, None, None, mask)
         every = torch.stack(norms, 2)
-        if clipping.kind == "none":
+        if not clipping.clips:
             return Pass(total, losses, every, None, mask)
-        if clipping.kind == "layer":
+        if clipping.by_layer:
             bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
             return Pass(total, losses, every, bound, mask)
         flat = size_of(every, clipping.norm)[:, :, None]
