@@ -182,3 +182,25 @@ def test_plans_carry_no_multiplier() -> None:
 
     names = " ".join(LocalPlan.__dataclass_fields__)
     assert not re.search(r"sigma|multiplier|deviation|noise_on", names) and "noised" in names
+
+
+LONGEST = 60  # lines of a function without its docstring
+LONG: dict[str, str] = {}  # path:function -> why it is longer; empty, and better so
+
+
+def length(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring; of a command without its options, which are declarations."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    inner = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+    return inner if path.startswith("cli/") else inner + node.body[0].lineno - node.lineno
+
+
+def test_functions_stay_short() -> None:
+    found = [
+        f"{path}:{node.name} has {length(path, node)} lines"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and length(path, node) > LONGEST
+        if f"{path}:{node.name}" not in LONG
+    ]
+    assert not found, found

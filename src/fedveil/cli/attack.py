@@ -88,39 +88,26 @@ def attack(
     """
     from fedveil.attacks import campaign
     from fedveil.attacks.leakage.measure import TYPES
-    from fedveil.attacks.leakage.search import METHODS
     from fedveil.federation.config import TRUSTED
 
-    if kind not in KINDS:
-        raise UserError(f"--kind {kind}: choose one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
-    if leak not in TYPES:
-        raise UserError(f"--type {leak}: choose one of {', '.join(TYPES)}.")
-    if method not in METHODS:
-        raise UserError(
-            f"--method {method}: choose one of {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
-        )
-    if update_as not in ("gradient", "unroll"):
-        raise UserError(f"--update-as {update_as}: choose gradient or unroll.")
-    if run is None and kind != "gradient":
-        raise UserError(
-            f"--kind {kind} attacks a trained model: give a run directory, e.g. fedveil attack runs/first."
-        )
+    _check_attack(run, kind, leak, method, update_as)
     TRUSTED.set(trust_code)
     options: dict[str, Any] = {
         "method": method, "tap": TYPES[leak], "victims": victims, "seed": seed, "iterations": iterations,
         "restarts": restarts, "oracle": oracle, "update_as": update_as, "aware": False if unaware else None,
     }  # fmt: skip
     if run is None:
-        jobs: dict[str, Any] = {}
-        for name in recipe.split(","):
-            config = campaign.gradient_config(
+        configs = [
+            campaign.gradient_config(
                 name.strip(), dataset, model, victims=victims, seed=seed, tap=TYPES[leak], batch=batch,
                 local_steps=local_steps, noise_on=noise_on, data=data,
-            )  # fmt: skip
-            jobs[f"{config.recipe}|{dataset}|{model}|{noise_on or ''}|{batch}|{local_steps}"] = (
-                config,
-                campaign.initial,
             )
+            for name in recipe.split(",")
+        ]  # fmt: skip
+        jobs = {
+            f"{config.recipe}|{dataset}|{model}|{noise_on or ''}|{batch}|{local_steps}": (config, campaign.initial)
+            for config in configs
+        }
         rows = campaign.attack_gradients(jobs, out=out, **options)
         if out is not None:
             campaign.save(out, "gradient", rows)
@@ -145,6 +132,26 @@ def attack(
             _show_summary(summary)
 
     emit(results if kind == "all" else results[kind], as_json, show)
+
+
+def _check_attack(run: Path | None, kind: str, leak: str, method: str, update_as: str) -> None:
+    from fedveil.attacks.leakage.measure import TYPES
+    from fedveil.attacks.leakage.search import METHODS
+
+    if kind not in KINDS:
+        raise UserError(f"--kind {kind}: choose one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+    if leak not in TYPES:
+        raise UserError(f"--type {leak}: choose one of {', '.join(TYPES)}.")
+    if method not in METHODS:
+        raise UserError(
+            f"--method {method}: choose one of {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
+        )
+    if update_as not in ("gradient", "unroll"):
+        raise UserError(f"--update-as {update_as}: choose gradient or unroll.")
+    if run is None and kind != "gradient":
+        raise UserError(
+            f"--kind {kind} attacks a trained model: give a run directory, e.g. fedveil attack runs/first."
+        )
 
 
 def audit(

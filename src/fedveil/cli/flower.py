@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -183,15 +185,24 @@ def up(
     if detach:
         emit(found, as_json, show)
         return
+    _watch(home, more, not no_trainer, announce=lambda: emit(found, as_json, show), quiet=as_json)
+
+
+def _watch(
+    home: Path, more: Mapping[str, str], trainers: bool, *, announce: Callable[[], None], quiet: bool
+) -> None:
+    """Start again what ends, until Ctrl-C or `fedveil flower down`; then stop all of it."""
     import signal
     import sys
 
-    def leave(*_: Any) -> None:
+    from fedveil.flower import stack
+
+    def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
     try:  # nothing is announced before an interrupt would also stop it
-        emit(found, as_json, show)
+        announce()
         print(end="", flush=True)
         failures = 0
         while (home / "stack.json").exists():
@@ -201,9 +212,9 @@ def up(
             if gone:
                 print(f"not running any more: {', '.join(gone)}; starting again", file=sys.stderr, flush=True)
                 time.sleep(min(2.0 ** min(failures, 6), 60.0))
-                stack.revive(home, more, trainers=not no_trainer)
+                stack.revive(home, more, trainers=trainers)
     except KeyboardInterrupt:
-        if not as_json:
+        if not quiet:
             print("Stopping …")
         if (home / "stack.json").exists():
             stack.down(home)
@@ -246,7 +257,7 @@ def run(
     import os
     import sys
 
-    from fedveil.flower import STOPPED, stack
+    from fedveil.flower import stack
 
     out, rounds = _run_of(project)
     if (out / "result.json").exists():
@@ -259,66 +270,117 @@ def run(
     number = _begin(env, project, name)
     if not as_json:
         print(f"run {number}", file=sys.stderr)
-    shown, looked, state, begun_again = 0, 0.0, "submitted", 0
-    gone: list[str] = []
-    missed = 0.0
-    stage = ""
+    course = _Course(env, project, name, out, rounds, None if superlink else home, quiet=as_json, number=number)
     try:
-        while not state.startswith("finished") or (state == "finished:failed" and begun_again < again):
-            if state == "finished:failed":
-                if _stopped_itself(env, number, name):
-                    break
-                begun_again += 1
-                print(f"run {number}: the server's process ended without a word (killed?); continuing from its last "
-                      "checkpoint", file=sys.stderr)  # fmt: skip
-                number, state, looked = _begin(env, project, name), "submitted", time.monotonic()
-            shown = _follow(out, rounds, shown, quiet=as_json)
-            stage = stage if as_json else _stage(out, stage)
-            if time.monotonic() - looked >= poll or (out / "result.json").exists():
-                state, looked = stack.status(env, number, name), time.monotonic()
-                if not superlink and (now := stack.lost(stack.read(home))) != gone:
-                    gone = now
-                    print(
-                        f"not running any more: {', '.join(gone) or 'none'}; logs below {home}",
-                        file=sys.stderr,
-                    )
-                down = "superlink" in gone or "superexec" in gone
-                missed = (missed or time.monotonic()) if down else 0.0
-                if down and time.monotonic() - missed > 60:  # `fedveil flower up` starts what ended again
-                    raise UserError(
-                        f"{' and '.join(gone)} ended and did not come back; logs below {home}. Start again and run again: the "
-                        "run goes on where it was"
-                    )
+        while not course.state.startswith("finished") or (course.state == FAILED and course.begun_again < again):
+            if course.state == FAILED and not course.continued():
+                break
+            course.look(poll)
             time.sleep(min(poll, 0.5))
     except KeyboardInterrupt:
-        print(f"\nThe run goes on. Stop it with: flwr stop {number} {name}", file=sys.stderr)
+        print(f"\nThe run goes on. Stop it with: flwr stop {course.number} {name}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _follow(out, rounds, shown, quiet=as_json)
+    _follow(out, rounds, course.shown, quiet=as_json)
     result = json.loads((out / "result.json").read_text("utf-8")) if (out / "result.json").exists() else None
-    done = state == "finished:completed"
-
-    def show() -> None:
-        if done and result:
-            accuracy = result.get("test_accuracy")
-            print(f"{result['recipe']}: {result['rounds']} rounds, " + (
-                f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test loss {result['test_loss']}"
-            ))  # fmt: skip
-            for row in result["ledger"]:
-                if row["verdict"] == "sound":
-                    print(f"  {row['observer']:14s} {row['unit']:16s} epsilon {row['epsilon']:.4g}")
-            print(f"Run directory: {out}")
-        elif done:
-            print(f"run {number} completed; its directory {out} is on the server")
-        else:
-            said = stack.flwr(env, "log", str(number), name, "--show")
-            last = [text for text in said.stdout.splitlines() if text.strip()]
-            reason = [text[text.index(STOPPED) :] for text in last if STOPPED in text]
-            print("\n".join(reason[-1:] or last[-15:]), file=sys.stderr)
-            print(f"run {number}: {state}", file=sys.stderr)
-
-    emit({"run_id": number, "status": state, "out": str(out), "result": result}, as_json, show)
-    if not done:
+    number, state = course.number, course.state
+    found = {"run_id": number, "status": state, "out": str(out), "result": result}
+    emit(found, as_json, lambda: _show_end(env, name, number, state, out, result))
+    if state != COMPLETED:
         raise typer.Exit(1)
+
+
+FAILED, COMPLETED = "finished:failed", "finished:completed"
+
+
+@dataclass
+class _Course:
+    """A submitted run as it is followed: its number, its last known state, and what was already said about it."""
+
+    env: dict[str, str]
+    project: Path
+    name: str
+    out: Path
+    rounds: int
+    home: Path | None  # of `fedveil flower up`, where that made the stack
+    quiet: bool
+    number: int
+    state: str = "submitted"
+    begun_again: int = 0
+    shown: int = 0
+    stage: str = ""
+    looked: float = 0.0
+    missed: float = 0.0  # since when link or executor are gone
+    gone: list[str] = field(default_factory=list)
+
+    def continued(self) -> bool:
+        """Submit again a run whose server was killed; False if it stopped by itself."""
+        import sys
+
+        if _stopped_itself(self.env, self.number, self.name):
+            return False
+        self.begun_again += 1
+        print(f"run {self.number}: the server's process ended without a word (killed?); continuing from its last "
+              "checkpoint", file=sys.stderr)  # fmt: skip
+        self.number, self.state = _begin(self.env, self.project, self.name), "submitted"
+        self.looked = time.monotonic()
+        return True
+
+    def look(self, poll: float) -> None:
+        """Show new rounds, and every `poll` seconds ask for the state."""
+        from fedveil.flower import stack
+
+        self.shown = _follow(self.out, self.rounds, self.shown, quiet=self.quiet)
+        self.stage = self.stage if self.quiet else _stage(self.out, self.stage)
+        if time.monotonic() - self.looked >= poll or (self.out / "result.json").exists():
+            self.state, self.looked = stack.status(self.env, self.number, self.name), time.monotonic()
+            if self.home is not None:
+                self._mind_processes(self.home)
+
+    def _mind_processes(self, home: Path) -> None:
+        """Say which processes ended; give up when those that a run needs stay away."""
+        import sys
+
+        from fedveil.flower import stack
+
+        if (now := stack.lost(stack.read(home))) != self.gone:
+            self.gone = now
+            print(
+                f"not running any more: {', '.join(self.gone) or 'none'}; logs below {home}",
+                file=sys.stderr,
+            )
+        down = "superlink" in self.gone or "superexec" in self.gone
+        self.missed = (self.missed or time.monotonic()) if down else 0.0
+        if down and time.monotonic() - self.missed > 60:  # `fedveil flower up` starts what ended again
+            raise UserError(
+                f"{' and '.join(self.gone)} ended and did not come back; logs below {home}. Start again and run again: the "
+                "run goes on where it was"
+            )
+
+
+def _show_end(
+    env: dict[str, str], name: str, number: int, state: str, out: Path, result: Mapping[str, Any] | None
+) -> None:
+    import sys
+
+    from fedveil.flower import STOPPED, stack
+
+    if state == COMPLETED and result:
+        accuracy = result.get("test_accuracy")
+        print(f"{result['recipe']}: {result['rounds']} rounds, " + (
+            f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test loss {result['test_loss']}"
+        ))  # fmt: skip
+        for row in result["ledger"]:
+            if row["verdict"] == "sound":
+                print(f"  {row['observer']:14s} {row['unit']:16s} epsilon {row['epsilon']:.4g}")
+        print(f"Run directory: {out}")
+    elif state == COMPLETED:
+        print(f"run {number} completed; its directory {out} is on the server")
+    else:
+        said = stack.flwr(env, "log", str(number), name, "--show")
+        last = [text for text in said.stdout.splitlines() if text.strip()]
+        reason = [text[text.index(STOPPED) :] for text in last if STOPPED in text]
+        print("\n".join(reason[-1:] or last[-15:]), file=sys.stderr)
+        print(f"run {number}: {state}", file=sys.stderr)
 
 
 def _begin(env: dict[str, str], project: Path, name: str) -> int:

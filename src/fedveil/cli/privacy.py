@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -24,6 +24,7 @@ from fedveil.cli.common import (
 from fedveil.errors import UserError
 
 if TYPE_CHECKING:
+    from fedveil.privacy.calibrate import Calibration
     from fedveil.privacy.events import Event, MechanismName, Sampling
     from fedveil.privacy.ledger import Row
 
@@ -232,56 +233,49 @@ def calibrate(
         checks.positive("--noise-multiplier", noise_multiplier)
         if mechanism == "all":
             raise UserError("--mechanism all: name one mechanism when --noise-multiplier asks for the steps.")
-        multiplier = noise_multiplier / cost
         most = solver.steps_within(
-            target, delta, multiplier=multiplier, mechanism=template.noise.mechanism, nu=nu, **shared
+            target, delta, multiplier=noise_multiplier / cost, mechanism=template.noise.mechanism, nu=nu, **shared
         )
         data = {"mechanism": mechanism, "steps": most, "noise_multiplier": noise_multiplier, "epsilon": target,
                 "delta": delta, "accountant": accountant}  # fmt: skip
-        emit(
-            data,
-            as_json,
-            lambda: typer.echo(
-                f"{_steps(most)} stay within epsilon {figure(target)} at delta {figure(delta)}."
-            ),
-        )
+        said = f"{_steps(most)} stay within epsilon {figure(target)} at delta {figure(delta)}."
+        emit(data, as_json, lambda: typer.echo(said))
         return
     if mechanism == "all":
         found = solver.compare_mechanisms(target, delta, mechanisms=CALIBRATED, steps=steps, **shared)
     else:
-        one = solver.calibrate(
-            target, delta, steps=steps, mechanism=template.noise.mechanism, nu=nu, **shared
-        )
-        found = (one,)
+        found = (solver.calibrate(target, delta, steps=steps, mechanism=template.noise.mechanism, nu=nu, **shared),)
     rows = [_calibration(result, cost) for result in found]
     if file:
-        curves: dict[str, tuple[list[float], list[float | None]]] = {}
-        for result in found:
-            noise = replace(template.noise, mechanism=result.mechanism, nu=result.nu)
-            event = replace(template, noise=noise)
-            curves[result.mechanism] = _course(
-                event, [(result.noise_multiplier, steps)], delta, result.accountant
-            )
-        save_curves(file, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
+        _plot_calibrations(file, found, template, steps, delta)
+    title = f"epsilon {figure(target)}, delta {figure(delta)}, {_steps(steps)}, {_describe(drawn)}, {neighbours}"
+    emit(rows if mechanism == "all" else rows[0], as_json, lambda: _show_calibrations(rows, title, file))
 
-    def show() -> None:
-        notes = Notes()
-        cells = []
-        for row in rows:
-            shape = "" if "lambda" not in row else f"lambda {figure(row['lambda'])}, nu {figure(row['nu'])}"
-            said = "; ".join(text for text in (shape, row["reason"]) if text)
-            numbers = (
-                figure(row["noise_multiplier"], 5),
-                figure(row["noise_std"], 5),
-                figure(row["epsilon"]),
-            )
-            cells.append([row["mechanism"], *numbers, row["accountant"], row["verdict"], notes.mark(said)])
-        title = f"epsilon {figure(target)}, delta {figure(delta)}, {_steps(steps)}, {_describe(drawn)}, {neighbours}"
-        columns = ("mechanism", "multiplier", "noise std", "epsilon", "by", "verdict", "note")
-        print_table(title, columns, cells, right=columns[1:4], notes=notes.lines())
-        _say_saved(file)
 
-    emit(rows if mechanism == "all" else rows[0], as_json, show)
+def _plot_calibrations(file: Path, found: Sequence[Calibration], template: Event, steps: int, delta: float) -> None:
+    """Epsilon over the steps, one curve for each mechanism with the noise that was found."""
+    curves: dict[str, tuple[list[float], list[float | None]]] = {}
+    for result in found:
+        event = replace(template, noise=replace(template.noise, mechanism=result.mechanism, nu=result.nu))
+        curves[result.mechanism] = _course(event, [(result.noise_multiplier, steps)], delta, result.accountant)
+    save_curves(file, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
+
+
+def _show_calibrations(rows: Sequence[Mapping[str, Any]], title: str, file: Path | None) -> None:
+    notes = Notes()
+    cells = []
+    for row in rows:
+        shape = "" if "lambda" not in row else f"lambda {figure(row['lambda'])}, nu {figure(row['nu'])}"
+        said = "; ".join(text for text in (shape, row["reason"]) if text)
+        numbers = (
+            figure(row["noise_multiplier"], 5),
+            figure(row["noise_std"], 5),
+            figure(row["epsilon"]),
+        )
+        cells.append([row["mechanism"], *numbers, row["accountant"], row["verdict"], notes.mark(said)])
+    columns = ("mechanism", "multiplier", "noise std", "epsilon", "by", "verdict", "note")
+    print_table(title, columns, cells, right=columns[1:4], notes=notes.lines())
+    _say_saved(file)
 
 
 def ledger(

@@ -140,15 +140,7 @@ def from_arrays(
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
     pixels = x.ndim == 4 and x.dtype == np.uint8
     notes = [f"features from {Path(where).name} " + ("divided by 255" if pixels else "used as given")]
-    if (x_test is None) != (y_test is None):
-        raise UserError(f"{where}: x_test and y_test belong together; one of them is missing.")
-    if x_test is not None and y_test is not None:
-        x_test, y_test = _numbers(x_test, "x_test", where), _numbers(y_test, "y_test", where)
-        _same_length(where, x_test=x_test, y_test=y_test)
-        if x_test.shape[1:] != x.shape[1:]:
-            raise UserError(
-                f"{where}: an example of x_test has shape {list(x_test.shape[1:])}, of x {list(x.shape[1:])}."
-            )
+    x_test, y_test = _test_arrays(x_test, y_test, x, where)
     _same_length(where, x=x, y=y)
     if groups is not None:
         groups = np.asarray(groups)
@@ -187,6 +179,21 @@ def from_arrays(
     return dataset
 
 
+def _test_arrays(x_test: Any, y_test: Any, x: np.ndarray, where: str) -> tuple[Any, Any]:
+    """Given test rows as numbers, like the training rows; (None, None) if there are none."""
+    if (x_test is None) != (y_test is None):
+        raise UserError(f"{where}: x_test and y_test belong together; one of them is missing.")
+    if x_test is None or y_test is None:
+        return None, None
+    x_test, y_test = _numbers(x_test, "x_test", where), _numbers(y_test, "y_test", where)
+    _same_length(where, x_test=x_test, y_test=y_test)
+    if x_test.shape[1:] != x.shape[1:]:
+        raise UserError(
+            f"{where}: an example of x_test has shape {list(x_test.shape[1:])}, of x {list(x.shape[1:])}."
+        )
+    return x_test, y_test
+
+
 def from_csv(
     path: Path,
     *,
@@ -211,18 +218,8 @@ def from_csv(
     if target is None:
         raise UserError(f"{path}: say which column to predict with --target (columns: {', '.join(header)}).")
     dropped = [drop] if isinstance(drop, str) else list(drop)
-    for option, column in [
-        ("target", target),
-        ("group", group),
-        ("split", split),
-        ("text", text),
-        *(("drop", d) for d in dropped),
-    ]:
-        if column is not None and column not in header:
-            raise UserError(
-                f"{path}: {option} column '{column}' is not in the header ({', '.join(header)})."
-                f"{did_you_mean(column, header)}"
-            )
+    named = [("target", target), ("group", group), ("split", split), ("text", text), *(("drop", d) for d in dropped)]
+    _check_columns(named, header, path)
     special = {target, group, split, *dropped}
     features = [text] if text else [column for column in header if column not in special]
     if not features:
@@ -236,28 +233,11 @@ def from_csv(
         _refuse_missing(groups, cast(str, group), path, lines)
     scaled = None
     if ranges is not None:
-        pairs = [_column_range(ranges, c, path) for c in features]
-        if isinstance(ranges, Mapping):
-            for column in ranges:
-                if column not in features:
-                    raise UserError(f"{path}: ranges names '{column}', which is no feature column."
-                                    f"{did_you_mean(column, features)}")  # fmt: skip
-        x, scaled = to_unit(x, pairs), "features scaled to [-1, 1] by public ranges"
+        x, scaled = to_unit(x, _column_ranges(ranges, features, path)), "features scaled to [-1, 1] by public ranges"
     held: dict[str, Any] = {}
     if split is not None:
-        words = np.char.lower(np.char.strip(cells[split]))
-        wrong = np.flatnonzero(~np.isin(words, ["train", "test"]))
-        if len(wrong):
-            raise UserError(
-                f"{path}, column '{split}', row {lines[wrong[0]]}: '{cells[split][wrong[0]]}' is neither "
-                "train nor test."
-            )
-        if len(set(words)) < 2:
-            raise UserError(
-                f"{path}, column '{split}': all rows are '{words[0]}'; both train and test are needed."
-            )
-        train, apart = words == "train", words == "test"
-        held = {"x_test": x[apart], "y_test": y[apart]}
+        train = _training_rows(cells[split], split, path, lines)
+        held = {"x_test": x[~train], "y_test": y[~train]}
         x, y, groups = x[train], y[train], None if groups is None else groups[train]
     if names and task == "regression":
         raise UserError(f"{path}, column '{target}': words cannot be predicted by regression.")
@@ -273,6 +253,43 @@ def from_csv(
         if len(np.unique(made.y_test)) < len(names) and COUNTED not in notes:
             notes = (*notes, COUNTED)  # another set of words numbers all of them otherwise
     return dataclasses.replace(made, notes=notes, class_names=names)
+
+
+def _check_columns(named: Sequence[tuple[str, str | None]], header: Sequence[str], path: Path) -> None:
+    """Refuse options that name a column which the table does not have."""
+    for option, column in named:
+        if column is not None and column not in header:
+            raise UserError(
+                f"{path}: {option} column '{column}' is not in the header ({', '.join(header)})."
+                f"{did_you_mean(column, header)}"
+            )
+
+
+def _column_ranges(ranges: Ranges, features: Sequence[str], path: Path) -> list[tuple[float, float]]:
+    """The public range of each feature column."""
+    pairs = [_column_range(ranges, c, path) for c in features]
+    if isinstance(ranges, Mapping):
+        for column in ranges:
+            if column not in features:
+                raise UserError(f"{path}: ranges names '{column}', which is no feature column."
+                                f"{did_you_mean(column, features)}")  # fmt: skip
+    return pairs
+
+
+def _training_rows(cells: np.ndarray, split: str, path: Path, lines: Sequence[int]) -> np.ndarray:
+    """Which rows the column `split` calls train; the others it calls test."""
+    words = np.char.lower(np.char.strip(cells))
+    wrong = np.flatnonzero(~np.isin(words, ["train", "test"]))
+    if len(wrong):
+        raise UserError(
+            f"{path}, column '{split}', row {lines[wrong[0]]}: '{cells[wrong[0]]}' is neither "
+            "train nor test."
+        )
+    if len(set(words)) < 2:
+        raise UserError(
+            f"{path}, column '{split}': all rows are '{words[0]}'; both train and test are needed."
+        )
+    return np.asarray(words == "train")
 
 
 def read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from fedveil.data.datasets import Dataset, load
 from fedveil.data.frames import Table
@@ -130,17 +131,44 @@ def _prepared(
     recipe = config.built_recipe()
     if dealt is None:
         dealt = partition(dataset, config.partition, config.clients, config.seed, **config.partition_options)
+    module = _model(config, dataset, module)
+    notes: tuple[str, ...] = dataset.notes
+    task = _task(config, recipe, dataset, dealt, module, root)
+    if config.client_epsilons or config.calibrate:
+        from fedveil.federation.harmonize import harmonize
+
+        task, more = harmonize(task, config, dealt, [paid.event for paid in looked.paid] if looked else ())
+        notes += more
+    elif recipe.formula is not None and recipe.epsilon is not None:
+        from fedveil.federation.harmonize import by_formula
+
+        task, more = by_formula(task, config, dealt)
+        notes += more
+    initial = flatten(module)
+    engine, reason = engine_of(task, initial, dealt, config)
+    task = replace(task, setting=replace(task.setting, engine=engine))
+    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
+
+
+def _model(config: RunConfig, dataset: Dataset, module: nn.Module | None) -> nn.Module:
+    """The given model, or the one that the configuration names; checked either way."""
     if module is None:
         name = nets.default_model(dataset) if config.model == "auto" else config.model
         module = nets.build(name, dataset.shape, dataset.classes, config.seed, **config.model_options)
     else:
         nets.check_model(module, dataset.shape, dataset.classes)
     nets.check_model(module)
+    return module
+
+
+def _task(
+    config: RunConfig, recipe: Recipe, dataset: Dataset, dealt: Partition, module: nn.Module, root: int | bytes
+) -> Task:
+    """The configuration's numbers with data and model."""
     layout = layout_of(module)
-    cohort_size = float(config.cohort_size or dealt.clients)
     setting = Setting(
         clients=dealt.clients,
-        cohort=cohort_size,
+        cohort=float(config.cohort_size or dealt.clients),
         rounds=config.rounds,
         steps=config.local_steps,
         batch=config.batch_size,
@@ -149,8 +177,7 @@ def _prepared(
         dimension=layout.size,
         copies=dealt.copies,
     )
-    notes: tuple[str, ...] = dataset.notes
-    task = Task(
+    return Task(
         recipe=recipe,
         setting=setting,
         module=module,
@@ -174,20 +201,6 @@ def _prepared(
         public=_public(dataset),
         secure=terms_of(config, dealt.clients),
     )
-    if config.client_epsilons or config.calibrate:
-        from fedveil.federation.harmonize import harmonize
-
-        task, more = harmonize(task, config, dealt, [paid.event for paid in looked.paid] if looked else ())
-        notes += more
-    elif recipe.formula is not None and recipe.epsilon is not None:
-        from fedveil.federation.harmonize import by_formula
-
-        task, more = by_formula(task, config, dealt)
-        notes += more
-    initial = flatten(module)
-    engine, reason = engine_of(task, initial, dealt, config)
-    task = replace(task, setting=replace(task.setting, engine=engine))
-    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
 
 
 def raw_data(config: RunConfig) -> Dataset:

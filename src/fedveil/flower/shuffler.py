@@ -257,6 +257,43 @@ _PUT: dict[str, limits.Check] = {
 _TAKE: dict[str, limits.Check] = {"do": limits.is_one_of(["take"]), "round": limits.is_int(0, 2**62)}
 
 
+async def _put(
+    mixer: Mixer, roster: Roster | None, request: object, reader: asyncio.StreamReader
+) -> dict[str, Any]:
+    """Take a sender's frames into the mix, signed by its key where there is a roster."""
+    told = limits.fields(request, "request", _PUT, {"signature": limits.is_hex(64)})
+    if told["count"] != mixer.per_sender:
+        raise ValueError(f"need exactly {mixer.per_sender} frames of {mixer.length} bytes")
+    public = None if roster is None else _sender_key(roster, told["sender"])
+    data = await asyncio.wait_for(reader.readexactly(mixer.per_sender * mixer.length), WHOLE)
+    signature = bytes.fromhex(told.get("signature", ""))
+    if public is not None and not identity.verify(
+        public, SIGNED_AS, put_payload(told["round"], told["sender"], data), signature
+    ):
+        raise ValueError(f"not signed by the key of node {told['sender']}")
+    frames = [data[i : i + mixer.length] for i in range(0, len(data), mixer.length)]
+    mixer.put(told["round"], told["sender"], frames, time.monotonic())
+    return {"ok": True}
+
+
+async def _reply_to(
+    mixer: Mixer, server_key: bytes, roster: Roster | None, reader: asyncio.StreamReader
+) -> tuple[dict[str, Any], bytes]:
+    """The answer to one request, and the bytes that follow it."""
+    request = limits.read_json(await asyncio.wait_for(reader.readline(), FIRST), HEADER)
+    what = request.get("do") if isinstance(request, dict) else None
+    if what == "put":
+        return await _put(mixer, roster, request, reader), b""
+    if what == "take":
+        batch = mixer.take(limits.fields(request, "request", _TAKE)["round"], time.monotonic())
+        body = seal(server_key, b"".join(batch["frames"]), b"fedveil batch")
+        return {"ok": True, "bytes": len(body), "senders": batch["senders"], "late": batch["late"]}, body
+    if what == "info":
+        facts = {"frame_bytes": mixer.length, "frames": mixer.per_sender, "minimum": mixer.minimum}
+        return {"ok": True, **facts, "server_key": server_key.hex()}, b""
+    raise ValueError("unknown request; use put, take or info")
+
+
 async def serve(
     address: str,
     mixer: Mixer,
@@ -270,41 +307,10 @@ async def serve(
     Batches are sealed once more, as a whole, to the server's key, so only the server can read even the
     ciphertexts. roster: who may hand in; without one anybody may, under any name.
     """
-    clock = time.monotonic
-
-    async def put(request: dict[str, Any], reader: asyncio.StreamReader) -> dict[str, Any]:
-        told = limits.fields(request, "request", _PUT, {"signature": limits.is_hex(64)})
-        if told["count"] != mixer.per_sender:
-            raise ValueError(f"need exactly {mixer.per_sender} frames of {mixer.length} bytes")
-        public = None if roster is None else _sender_key(roster, told["sender"])
-        data = await asyncio.wait_for(reader.readexactly(mixer.per_sender * mixer.length), WHOLE)
-        signature = bytes.fromhex(told.get("signature", ""))
-        if public is not None and not identity.verify(
-            public, SIGNED_AS, put_payload(told["round"], told["sender"], data), signature
-        ):
-            raise ValueError(f"not signed by the key of node {told['sender']}")
-        frames = [data[i : i + mixer.length] for i in range(0, len(data), mixer.length)]
-        mixer.put(told["round"], told["sender"], frames, clock())
-        return {"ok": True}
-
-    async def reply_to(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
-        request = limits.read_json(await asyncio.wait_for(reader.readline(), FIRST), HEADER)
-        what = request.get("do") if isinstance(request, dict) else None
-        if what == "put":
-            return await put(request, reader), b""
-        if what == "take":
-            batch = mixer.take(limits.fields(request, "request", _TAKE)["round"], clock())
-            body = seal(server_key, b"".join(batch["frames"]), b"fedveil batch")
-            return {"ok": True, "bytes": len(body), "senders": batch["senders"], "late": batch["late"]}, body
-        if what == "info":
-            facts = {"frame_bytes": mixer.length, "frames": mixer.per_sender, "minimum": mixer.minimum}
-            return {"ok": True, **facts, "server_key": server_key.hex()}, b""
-        raise ValueError("unknown request; use put, take or info")
-
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         body = b""
         try:
-            reply, body = await reply_to(reader)
+            reply, body = await _reply_to(mixer, server_key, roster, reader)
         except asyncio.IncompleteReadError:
             reply = {"ok": False, "error": "the connection ended before all frames arrived; none were used"}
         except (TimeoutError, asyncio.TimeoutError):

@@ -55,68 +55,60 @@ def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ())
     kind = card["kind"]
     title, what = ATTACKS.get(kind, (kind, "An attack on this run."))
     out: dict[str, Any] = {
-        "kind": kind,
-        "title": title,
-        "what": what,
-        "figures": [],
-        "chart": Markup(""),
-        "image": None,
-    }
-    out |= {
-        "hidden": card.get("hidden", False),
-        "damaged": card.get("damaged", False),
-        "setting": "",
-        "verdict": "",
-        "reason": "",
-        "not_done": "",
-        "methods": [],
-        "empty": [],
-        "seat": "",
-    }
+        "kind": kind, "title": title, "what": what, "figures": [], "chart": Markup(""), "image": None,
+        "hidden": card.get("hidden", False), "damaged": card.get("damaged", False), "setting": "", "verdict": "", "reason": "",
+        "not_done": "", "methods": [], "empty": [], "seat": "",
+    }  # fmt: skip
     data = card.get("data")
     if data is None:
         return out
-    compared = isinstance(data.get("methods"), Mapping)  # these have a table of their own
-    for key, (name, form, explanation) in FIGURES.items():
-        value = number(data.get(key))
-        if value is not None and not compared and (kind, key) not in REPEATED:
-            text = (
-                percent(value)
-                if form == "percent"
-                else f"{value:.0f}"
-                if form == "count"
-                else short(value, 3)
-            )
-            out["figures"].append((name, text + interval(data, key, form), explanation))
-    controls = data.get("controls")
-    if kind == "gradient" and isinstance(controls, Mapping):
-        out["figures"] += [
-            (f"Control: {name.replace('_', ' ')}", short(rmse), "RMSE of this guess without any attack")
-            for name, inner in controls.items()
-            if (rmse := number(inner.get("rmse") if isinstance(inner, Mapping) else inner)) is not None
-        ]  # fmt: skip
     named = [str(data[k]) for k in ("method", "tap", "recipe", "round") if data.get(k) is not None]
-    out["setting"] = " · ".join(f"round {v}" if v.isdigit() else v for v in named)
-    out["seat"] = seat_of(kind, str(data.get("tap", "")), rows)
-    out["image"] = card.get("image")
-    curves = roc_curves(data)
-    if curves:
-        out["chart"] = plots.lines(
-            curves, title="ROC: members found against false alarms (dotted: guessing)", x_label="false alarms",
-            y_label="found", diagonal=True, floor=0.0, top=1.0,
-        )  # fmt: skip
-    lower = number(data.get("epsilon_lower"))
-    if lower is not None:
-        sound = data.get("status", "sound") == "sound"
-        out["chart"] = plots.evidence(
-            lower, number(data.get("epsilon_promised")), number(data.get("ceiling")), sound
-        )
-    out |= {key: str(data.get(key) or "") for key in ("verdict", "reason", "not_done")}
+    out |= {
+        "figures": _figures(kind, data),
+        "setting": " · ".join(f"round {v}" if v.isdigit() else v for v in named),
+        "seat": seat_of(kind, str(data.get("tap", "")), rows),
+        "image": card.get("image"),
+        "chart": _chart(data),
+        **{key: str(data.get(key) or "") for key in ("verdict", "reason", "not_done")},
+    }
     methods = data.get("methods")
     if isinstance(methods, Mapping):
         out["methods"] = [(str(name), _rates(r)) for name, r in methods.items() if isinstance(r, Mapping)]
         out["empty"] = empty_because(methods)
     return out
+
+
+def _figures(kind: str, data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, value, explanation) of what was measured; attacks that are compared have a table of their own."""
+    out = []
+    for key, (name, form, explanation) in FIGURES.items():
+        value = number(data.get(key))
+        if value is not None and not isinstance(data.get("methods"), Mapping) and (kind, key) not in REPEATED:
+            text = percent(value) if form == "percent" else f"{value:.0f}" if form == "count" else short(value, 3)
+            out.append((name, text + interval(data, key, form), explanation))
+    controls = data.get("controls")
+    if kind == "gradient" and isinstance(controls, Mapping):
+        out += [
+            (f"Control: {name.replace('_', ' ')}", short(rmse), "RMSE of this guess without any attack")
+            for name, inner in controls.items()
+            if (rmse := number(inner.get("rmse") if isinstance(inner, Mapping) else inner)) is not None
+        ]  # fmt: skip
+    return out
+
+
+def _chart(data: Mapping[str, Any]) -> Markup:
+    """An audit's evidence, a membership attack's ROC, or nothing."""
+    lower = number(data.get("epsilon_lower"))
+    if lower is not None:
+        sound = data.get("status", "sound") == "sound"
+        return plots.evidence(lower, number(data.get("epsilon_promised")), number(data.get("ceiling")), sound)
+    curves = roc_curves(data)
+    if not curves:
+        return Markup("")
+    return plots.lines(
+        curves, title="ROC: members found against false alarms (dotted: guessing)", x_label="false alarms",
+        y_label="found", diagonal=True, floor=0.0, top=1.0,
+    )  # fmt: skip
 
 
 def empty_because(methods: Mapping[str, Any]) -> list[str]:

@@ -114,7 +114,11 @@ def train(
         )  # fmt: skip
     except ValueError as problem:
         raise UserError(f"The native engine cannot use this input: {problem}.") from problem
-    mean, largest = norms.reshape(2, count, columns)
+    return _result(delta, norms.reshape(2, count, columns), facts)
+
+
+def _result(delta: np.ndarray, norms: np.ndarray, facts: np.ndarray) -> LocalResult:
+    mean, largest = norms
     finite, loss, unclipped, noise_scale, examples, below, skipped = facts.T
     return LocalResult(
         delta=delta,

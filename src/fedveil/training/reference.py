@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,64 +54,105 @@ def _client(
 ) -> dict[str, Any]:
     first = torch.as_tensor(np.asarray(start), dtype=dtype)
     weights, state = first.clone(), optimisers.begin(plan.optimiser, first)
-    layers = layout.layer_slices()
-    parts = (slice(0, layout.size),) if plan.flat else layers  # what one norm is taken of
-    losses: list[float] = []
-    norms: list[list[float]] = []
-    below, scales, skipped, drawn = 0.0, [], 0, 0
+    parts = (slice(0, layout.size),) if plan.flat else layout.layer_slices()  # what one norm is taken of
+    figures = _Figures()
     for step in range(plan.steps):
         rows = [int(r) for r in work.rows[step] if r >= 0]
-        drawn += len(rows)
-        gradients, sizes = [], []
-        for place, row in enumerate(rows):
-            with dropout.keyed(module, work.noise_key, step, place):
-                loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
-            if work.shift is not None:
-                gradient = (gradient - _vector(work.shift, dtype)) / _vector(work.scale, dtype)
-            size = [_norm(gradient[part], plan.clip_norm) for part in parts]
-            if plan.clips and not all(map(math.isfinite, [loss, *size])):
-                skipped += 1
-                continue
-            losses.append(loss)
-            gradients.append(gradient)
-            sizes.append(size)
+        gradients, sizes = _gradients(module, layout, weights, x, y, rows, step, work, plan, parts, figures)
         bounds = _bounds(plan, step, sizes, len(parts))
-        total = torch.zeros_like(first, dtype=torch.float64)
-        largest = 0.0
-        for gradient, size in zip(gradients, sizes, strict=True):
-            clipped = gradient.double()
-            for part, norm, bound in zip(parts, size, bounds, strict=True):
-                if plan.clips:
-                    clipped[part] *= factor(norm, bound)
-                largest = max(largest, min(norm, bound))
-                below += (norm <= bound) / len(parts)
-            total += clipped
-        norms += sizes
+        total, largest = _clipped_sum(first, gradients, sizes, bounds, plan, parts, figures)
         if plan.noised:
             followed = np.array([largest] if plan.by_largest else bounds)
             times = plan.noised[step].times(followed if plan.follows else None, len(rows))
             spread = np.repeat(times, [part.stop - part.start for part in parts]) if times.size > 1 else float(times.mean())
             total = torch.as_tensor(plan.noised[step].add(total.numpy(), work.noise_key, step, spread))
-            scales.append(plan.noised[step].deviation(layout.size) * float(times.mean()))
+            figures.scales.append(plan.noised[step].deviation(layout.size) * float(times.mean()))
         if plan.only_sum:
             first, weights = torch.zeros_like(first), -total.to(dtype)
             break
-        gradient = total.to(dtype) / plan.expected_batch
-        if work.shift is not None:
-            gradient = _vector(work.scale, dtype) * gradient + _vector(work.shift, dtype)
-        gradient = gradient + plan.proximal * (weights - first)
-        if work.anchor is not None:
-            gradient += plan.penalty * (weights - _vector(work.anchor, dtype))
-        if work.control is not None:
-            gradient += _vector(work.control, dtype)
+        gradient = _direction(total.to(dtype) / plan.expected_batch, weights, first, work, plan)
         weights, state = optimisers.step(
             plan.optimiser, state, weights, gradient, plan.learning_rate, step + 1, plan.momentum
         )
-    used = len(losses)
+    return _told(figures, weights, first, _nothing(layout, plan))
+
+
+@dataclass
+class _Figures:
+    """What a client has seen so far, of examples that count."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    below: float = 0.0
+    skipped: int = 0
+    drawn: int = 0
+
+
+def _gradients(
+    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Any, y: Any, rows: list[int], step: int, work: ClientWork,
+    plan: LocalPlan, parts: Sequence[slice], figures: _Figures,
+) -> tuple[list[torch.Tensor], list[list[float]]]:  # fmt: skip
+    """Each example's gradient (mapped, for AdaClip) and the norms of its parts; broken ones are left out where clipped."""
+    gradients, sizes = [], []
+    figures.drawn += len(rows)
+    for place, row in enumerate(rows):
+        with dropout.keyed(module, work.noise_key, step, place):
+            loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
+        if work.shift is not None:
+            gradient = (gradient - _vector(work.shift, weights.dtype)) / _vector(work.scale, weights.dtype)
+        size = [_norm(gradient[part], plan.clip_norm) for part in parts]
+        if plan.clips and not all(map(math.isfinite, [loss, *size])):
+            figures.skipped += 1
+            continue
+        figures.losses.append(loss)
+        gradients.append(gradient)
+        sizes.append(size)
+    figures.norms += sizes
+    return gradients, sizes
+
+
+def _clipped_sum(
+    first: torch.Tensor, gradients: list[torch.Tensor], sizes: list[list[float]], bounds: list[float], plan: LocalPlan,
+    parts: Sequence[slice], figures: _Figures,
+) -> tuple[torch.Tensor, float]:  # fmt: skip
+    """The sum in float64, and the largest clipped norm."""
+    total = torch.zeros_like(first, dtype=torch.float64)
+    largest = 0.0
+    for gradient, size in zip(gradients, sizes, strict=True):
+        clipped = gradient.double()
+        for part, norm, bound in zip(parts, size, bounds, strict=True):
+            if plan.clips:
+                clipped[part] *= factor(norm, bound)
+            largest = max(largest, min(norm, bound))
+            figures.below += (norm <= bound) / len(parts)
+        total += clipped
+    return total, largest
+
+
+def _direction(
+    gradient: torch.Tensor, weights: torch.Tensor, first: torch.Tensor, work: ClientWork, plan: LocalPlan
+) -> torch.Tensor:
+    """The noised mean, mapped back, with the terms that pull it towards other models."""
+    dtype = weights.dtype
+    if work.shift is not None:
+        gradient = _vector(work.scale, dtype) * gradient + _vector(work.shift, dtype)
+    gradient = gradient + plan.proximal * (weights - first)
+    if work.anchor is not None:
+        gradient += plan.penalty * (weights - _vector(work.anchor, dtype))
+    if work.control is not None:
+        gradient += _vector(work.control, dtype)
+    return gradient
+
+
+def _told(
+    figures: _Figures, weights: torch.Tensor, first: torch.Tensor, nothing: dict[str, Any]
+) -> dict[str, Any]:
+    """The client's result; zeros where it met NaN or infinity."""
+    losses, norms, drawn, used = figures.losses, figures.norms, figures.drawn, len(figures.losses)
     healthy = (
         all(map(math.isfinite, losses)) and bool(np.isfinite(norms).all()) and bool(weights.isfinite().all())
     )
-    nothing = _nothing(layout, plan)
     if not healthy:
         return {**nothing, "finite": False, "examples": drawn}
     return {
@@ -119,11 +161,11 @@ def _client(
         "loss": np.mean(losses) if used else 0.0,
         "norm_mean": np.mean(norms, axis=0) if used else nothing["norm_mean"],
         "norm_max": np.max(norms, axis=0) if used else nothing["norm_max"],
-        "unclipped": below / drawn if drawn else 0.0,
-        "noise_scale": np.mean(scales) if scales else 0.0,
+        "unclipped": figures.below / drawn if drawn else 0.0,
+        "noise_scale": np.mean(figures.scales) if figures.scales else 0.0,
         "examples": drawn,
-        "below_count": below,
-        "skipped": skipped,
+        "below_count": figures.below,
+        "skipped": figures.skipped,
     }
 
 

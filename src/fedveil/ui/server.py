@@ -13,7 +13,7 @@ import ipaddress
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Hashable
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,11 +96,11 @@ class Cache:
     """Remembers the last few answers until the run's files change; one computation at a time."""
 
     def __init__(self, size: int = 16) -> None:
-        self._kept: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[object, Any]] = OrderedDict()
         self._size = size
         self._lock = threading.Lock()
 
-    def get(self, key: Any, stamp: Any, make: Callable[[], Value]) -> Value:
+    def get(self, key: Hashable, stamp: object, make: Callable[[], Value]) -> Value:
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or kept[0] != stamp:
@@ -114,21 +114,32 @@ class Cache:
 
 def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) -> FastAPI:
     """The application for the folder `runs`. Without a token it answers everybody who can reach it."""
-    root = runs.resolve()
     app = FastAPI(title="fedveil", docs_url=None, redoc_url=None, openapi_url=None)
-    cache = Cache()
+    root, cache = runs.resolve(), Cache()
+    _guard(app, host, token)
+    _say_what_is_wrong(app)
+    _pages(app, token)
+    _single_runs(app, root, cache)
+    _several_runs(app, root, cache)
+    _calculator(app, cache)
+    return app
 
-    def authorised(request: Request) -> bool:
-        if token is None:
-            return True
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        session = request.cookies.get(COOKIE, "")
-        return hmac.compare_digest(given.encode(), token.encode()) or hmac.compare_digest(
-            session.encode(), session_of(token).encode()
-        )
+
+def _authorised(request: Request, token: str | None) -> bool:
+    if token is None:
+        return True
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    session = request.cookies.get(COOKIE, "")
+    return hmac.compare_digest(given.encode(), token.encode()) or hmac.compare_digest(
+        session.encode(), session_of(token).encode()
+    )
+
+
+def _guard(app: FastAPI, host: str, token: str | None) -> None:
+    """Every request: a name of this server, a method that only reads, a token; every answer: headers that shut the rest out."""
 
     @app.middleware("http")
-    async def guard(request: Request, call: Any) -> Response:
+    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
         if not host_allowed(request.headers.get("host", ""), host):
             answer: Response = JSONResponse({"error": "this server does not go by that name"}, 421)
         elif request.method not in ("GET", "HEAD") and (request.method, request.url.path) != (
@@ -136,7 +147,7 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
             "/login",
         ):
             answer = JSONResponse({"error": "read-only"}, 405)
-        elif not authorised(request) and request.url.path not in OPEN:
+        elif not _authorised(request, token) and request.url.path not in OPEN:
             if request.url.path == "/":
                 answer = RedirectResponse("/login", 303)
             else:
@@ -148,6 +159,8 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
         answer.headers.setdefault("Content-Security-Policy", POLICY)
         return answer
 
+
+def _say_what_is_wrong(app: FastAPI) -> None:
     @app.exception_handler(UserError)
     async def wrong(_: Request, error: UserError) -> Response:
         return JSONResponse({"error": str(error)}, 400)
@@ -155,6 +168,10 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
     @app.exception_handler(Missing)
     async def missing(_: Request, error: Missing) -> Response:
         return JSONResponse({"error": str(error)}, 404)
+
+
+def _pages(app: FastAPI, token: str | None) -> None:
+    """The page, its files, and the login."""
 
     @app.get("/")
     def index() -> Response:
@@ -190,6 +207,8 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
     def icon() -> Response:
         return Response(status_code=204)
 
+
+def _single_runs(app: FastAPI, root: Path, cache: Cache) -> None:
     @app.get("/api/runs")
     def list_runs() -> Response:
         rows = [_summary(item, root) for item in folder.find(root)]
@@ -213,31 +232,9 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
         )
         return JSONResponse(plain({**row, **made}))
 
-    @app.get("/api/compare")
-    def compare(id: list[str] = Query()) -> Response:
-        facts = _chosen(id)
-        found = report.comparison(facts)
-        for one, name in zip(found["rows"], id, strict=True):
-            one["id"] = name
-        return JSONResponse(plain(found))
 
-    @app.get("/report")
-    def show(id: list[str] = Query(), private: bool = False) -> Response:
-        facts = _chosen(id, private)
-        style, script = report.asset("base.css") + report.asset("report.css"), report.asset("chart.js")
-        policy = report.policy(style, script) + "; frame-ancestors 'none'"
-        return HTMLResponse(report.render(facts, private), headers={"Content-Security-Policy": policy})
-
-    @app.get("/api/epsilon")
-    def epsilon(
-        mechanism: str = "gaussian", sigma: float = 1.0, rate: float = 1.0, steps: int = 1, delta: float = 1e-5,
-        layers: int = 1, norm: str = "l2", dimension: int = 1, honest: bool = False,
-    ) -> Response:  # fmt: skip
-        key = (mechanism, sigma, rate, steps, delta, layers, norm, dimension, honest)
-        rows = cache.get(("epsilon", key), None, lambda: calculator.calculate(*key))
-        return JSONResponse(plain(rows))
-
-    def _chosen(names: list[str], private: bool = False) -> list[Facts]:
+def _several_runs(app: FastAPI, root: Path, cache: Cache) -> None:
+    def chosen(names: list[str], private: bool = False) -> list[Facts]:
         if len(names) > MOST_COMPARED:
             raise UserError(f"at most {MOST_COMPARED} runs at once")
         out = []
@@ -248,7 +245,31 @@ def create_app(runs: Path, host: str = "127.0.0.1", token: str | None = None) ->
             out.append(cache.get(key, folder.stamp(place), lambda p=place: _facts(p, False, private)))  # type: ignore[misc]
         return out
 
-    return app
+    @app.get("/api/compare")
+    def compare(id: list[str] = Query()) -> Response:
+        facts = chosen(id)
+        found = report.comparison(facts)
+        for one, name in zip(found["rows"], id, strict=True):
+            one["id"] = name
+        return JSONResponse(plain(found))
+
+    @app.get("/report")
+    def show(id: list[str] = Query(), private: bool = False) -> Response:
+        facts = chosen(id, private)
+        style, script = report.asset("base.css") + report.asset("report.css"), report.asset("chart.js")
+        policy = report.policy(style, script) + "; frame-ancestors 'none'"
+        return HTMLResponse(report.render(facts, private), headers={"Content-Security-Policy": policy})
+
+
+def _calculator(app: FastAPI, cache: Cache) -> None:
+    @app.get("/api/epsilon")
+    def epsilon(
+        mechanism: str = "gaussian", sigma: float = 1.0, rate: float = 1.0, steps: int = 1, delta: float = 1e-5,
+        layers: int = 1, norm: str = "l2", dimension: int = 1, honest: bool = False,
+    ) -> Response:  # fmt: skip
+        key = (mechanism, sigma, rate, steps, delta, layers, norm, dimension, honest)
+        rows = cache.get(("epsilon", key), None, lambda: calculator.calculate(*key))
+        return JSONResponse(plain(rows))
 
 
 async def _short_body(request: Request) -> str | None:

@@ -171,18 +171,57 @@ def stage(
 
     rounds: how many will be played. most: how often the promise says that a client takes part at most. among: the clients that
     may host canaries (default: all)."""
-    task, dealt, dataset = prepared.task, prepared.partition, prepared.dataset
+    task = prepared.task
     if isinstance(task.recipe.place, Reports):
         raise UserError(
             "canary slots need additive noise; LDP-FL's two-valued reports are not audited this way."
         )
-    unit, observer = unit_of(prepared)
+    unit, _ = unit_of(prepared)
     draw = generator(seed, "canaries")
+    hosts = _hosts(prepared, canaries, draw, rounds, most, among)
+    included = draw.random(len(hosts)) < 0.5
+    module, columns = _slotted(prepared, len(hosts))
+    layout = layout_of(module)
+    kept = draw.choice(len(task.x), min(REAL_ROWS, len(task.x)), replace=False)
+    x, y = _inputs(prepared, kept, len(hosts))
+    learning_rate, server_learning_rate = _rates(prepared, hosts)
+    staged_task = replace(
+        task, module=module, layout=layout, x=x, y=y, rows=_rows_of(prepared, hosts, included, len(kept), seed),
+        setting=replace(task.setting, layers=layout.layers, dimension=layout.size,
+                        steps=1 if unit == "client" else task.setting.steps),
+        recipe=_bare(task.recipe, unit), own={c: (_bare(r, unit), sigma) for c, (r, sigma) in task.own.items()},
+        learning_rate_end=None, momentum=0.0, average=0.0, server_momentum=0.0,
+        learning_rate=learning_rate, server_learning_rate=server_learning_rate,
+    )  # fmt: skip
+    initial = flatten(module)
+    _, gradient = example_gradient(
+        module, layout, torch.as_tensor(initial), x[len(kept)], y[len(kept)], staged_task.loss
+    )
+    column = gradient.numpy()[columns[:, 0]]
+    first = start(staged_task, initial)
+    plan = plan_of(staged_task, moment_of(staged_task, first), 0, prepared.partition.size(0))
+    engine, why = pool.choose(
+        module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto"
+    )
+    config = prepared.config.model_copy(update={"engine": engine})
+    return Staged(
+        replace(prepared, config=config, task=staged_task, initial=initial, engine=engine, engine_reason=why),
+        included, np.asarray(hosts), column / np.linalg.norm(column), columns,
+    )  # fmt: skip
+
+
+def _hosts(
+    prepared: Prepared, canaries: int, draw: np.random.Generator, rounds: int | None, most: int | None,
+    among: Sequence[int] | None,
+) -> np.ndarray:  # fmt: skip
+    """The client of each canary: a client is one, or has room for as many as half of its rows."""
+    dealt = prepared.partition
+    unit, observer = unit_of(prepared)
     # A promise to whoever sees only the release may count on a secret cohort, so hosts must not be chosen by looking at it.
     if observer == "public":
         taking_part = draw.permutation(dealt.clients)
     else:
-        taking_part = _participations(prepared, rounds or task.setting.rounds, most)
+        taking_part = _participations(prepared, rounds or prepared.task.setting.rounds, most)
     if among is not None:
         taking_part = taking_part[np.isin(taking_part, among)]
     if unit == "client":
@@ -194,80 +233,70 @@ def stage(
         raise UserError(f"--canaries {canaries}: an audit needs at least two.")
     if len(hosts) < 2:
         raise UserError(f"no room for canaries: {dealt.clients} clients; an audit needs at least two.")
-    count = len(hosts)
-    included = draw.random(count) < 0.5
+    return hosts
 
+
+def _slotted(prepared: Prepared, count: int) -> tuple[nn.Module, np.ndarray]:
+    """The model with `count` slots beside it, and the flat numbers of each slot's weights [outputs, count]."""
+    dataset, net = prepared.dataset, prepared.task.module
     outputs = 1 if dataset.classes is None else int(dataset.classes)
-    width = math.prod(dataset.shape)
-    wide = _widened(task.module, width, count) or _past_images(task.module, dataset.shape, count)
-    module, layer = wide if wide else (Slots(task.module, dataset.shape, outputs, count), "slots")
+    wide = _widened(net, math.prod(dataset.shape), count) or _past_images(net, dataset.shape, count)
+    module, layer = wide if wide else (Slots(net, dataset.shape, outputs, count), "slots")
     layout = layout_of(module)
-    offset, shape = (
-        layout.offsets[layout.names.index(f"{layer}.weight")],
-        module.get_parameter(f"{layer}.weight").shape,
-    )
-    columns = offset + (np.arange(shape[0] * shape[1]).reshape(shape)[:, -count:])
-    kept = draw.choice(len(task.x), min(REAL_ROWS, len(task.x)), replace=False)
+    offset = layout.offsets[layout.names.index(f"{layer}.weight")]
+    shape = module.get_parameter(f"{layer}.weight").shape
+    return module, offset + (np.arange(shape[0] * shape[1]).reshape(shape)[:, -count:])
+
+
+def _inputs(prepared: Prepared, kept: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the probe: the kept real ones, then one loud slot for each canary, then an empty row for those left out."""
+    task, width = prepared.task, math.prod(prepared.dataset.shape)
     x = np.zeros((len(kept) + count + 1, width + count), np.float32)
     y = np.zeros(len(x), task.y.dtype)
     x[: len(kept), :width], y[: len(kept)] = task.x[kept].reshape(len(kept), -1), task.y[kept]
     x[len(kept) + np.arange(count), width + np.arange(count)] = LOUD
-    if dataset.classes is None:
+    if prepared.dataset.classes is None:
         y[len(kept) :] = 100.0  # far from any prediction
-    empty = len(x) - 1
+    return x, y
 
+
+def _rows_of(
+    prepared: Prepared, hosts: np.ndarray, included: np.ndarray, kept: int, seed: int
+) -> Callable[[int], np.ndarray]:
+    """Each client's rows of the probe: its canaries (or the empty row), in the company of real rows."""
+    unit, _ = unit_of(prepared)
+    empty = kept + len(hosts)
     mine: dict[int, list[int]] = {}
     for canary, client in enumerate(hosts.tolist()):
-        mine.setdefault(client, []).append(len(kept) + canary if included[canary] else empty)
+        mine.setdefault(client, []).append(kept + canary if included[canary] else empty)
 
     def rows(client: int) -> np.ndarray:
         own = np.array(mine.get(client, []), np.int64)
-        size = dealt.size(client)
+        size = prepared.partition.size(client)
         if unit == "client" and len(own):
             return np.full(size, own[0])
-        filler = generator(seed, "company", client).integers(0, len(kept), size - len(own))
+        filler = generator(seed, "company", client).integers(0, kept, size - len(own))
         return np.concatenate([own, filler])
 
-    bound = max(moment_of(task, start(task, prepared.initial)).bounds)
-    rates: dict[str, Any] = {
-        "learning_rate_end": None,
-        "momentum": 0.0,
-        "average": 0.0,
-        "server_momentum": 0.0,
-    }
+    return rows
+
+
+def _rates(prepared: Prepared, hosts: np.ndarray) -> tuple[float, float]:
+    """Learning rates of clients and server at which a slot stays as loud as it began, whatever noise and canaries do to it."""
+    task, dealt = prepared.task, prepared.partition
+    unit, _ = unit_of(prepared)
+    now = moment_of(task, start(task, prepared.initial))
+    bound = max(now.bounds)
     if unit == "client":
-        rates |= {"learning_rate": 20 * bound / LOUD, "server_learning_rate": 1e-6}
-    else:
-        now = moment_of(task, start(task, prepared.initial))
-        noised = task.recipe.place.noised(task.recipe, task.setting, now, dealt.size(0))
-        noise = max(1e-3 * bound, *(one.deviation for one in noised))
-        steps = task.setting.steps * task.setting.rounds
-        size = min(dealt.size(int(c)) for c in np.unique(hosts))
-        batch = min(task.setting.batch, size)
-        # what noise and the canary's own gradient can move a slot's output in the whole run
-        drift = LOUD * (noise * math.sqrt(steps) + bound * steps * batch / size) / batch
-        rates |= {"learning_rate": min(task.learning_rate, 0.02 / drift), "server_learning_rate": 1.0}
-    staged_task = replace(
-        task, module=module, layout=layout, x=x, y=y, rows=rows,
-        setting=replace(task.setting, layers=layout.layers, dimension=layout.size,
-                        steps=1 if unit == "client" else task.setting.steps),
-        recipe=_bare(task.recipe, unit), own={c: (_bare(r, unit), sigma) for c, (r, sigma) in task.own.items()}, **rates,
-    )  # fmt: skip
-    initial = flatten(module)
-    _, gradient = example_gradient(
-        module, layout, torch.as_tensor(initial), x[len(kept)], y[len(kept)], staged_task.loss
-    )
-    column = gradient.numpy()[columns[:, 0]]
-    first = start(staged_task, initial)
-    plan = plan_of(staged_task, moment_of(staged_task, first), 0, dealt.size(0))
-    engine, why = pool.choose(
-        module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto"
-    )
-    config = prepared.config.model_copy(update={"engine": engine})
-    return Staged(
-        replace(prepared, config=config, task=staged_task, initial=initial, engine=engine, engine_reason=why),
-        included, np.asarray(hosts), column / np.linalg.norm(column), columns,
-    )  # fmt: skip
+        return 20 * bound / LOUD, 1e-6
+    noised = task.recipe.place.noised(task.recipe, task.setting, now, dealt.size(0))
+    noise = max(1e-3 * bound, *(one.deviation for one in noised))
+    steps = task.setting.steps * task.setting.rounds
+    size = min(dealt.size(int(c)) for c in np.unique(hosts))
+    batch = min(task.setting.batch, size)
+    # what noise and the canary's own gradient can move a slot's output in the whole run
+    drift = LOUD * (noise * math.sqrt(steps) + bound * steps * batch / size) / batch
+    return min(task.learning_rate, 0.02 / drift), 1.0
 
 
 def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.ndarray], np.ndarray]]:

@@ -59,16 +59,44 @@ def minimise(
     watch(rows, points, iterations) is told about accepted steps; it measures, it cannot change anything.
     """
     rows_total, size = start.shape
-    best = start.detach().clone()
-    best_value = torch.full((rows_total,), float("inf"), dtype=start.dtype)
-    done_iterations = torch.zeros(rows_total, dtype=torch.long)
-    evaluations = torch.zeros(rows_total, dtype=torch.long)
+    found = Minimum(
+        start.detach().clone(),
+        torch.full((rows_total,), float("inf"), dtype=start.dtype),
+        torch.zeros(rows_total, dtype=torch.long),
+        torch.zeros(rows_total, dtype=torch.long),
+    )
+    state = _begin(objective, start, found)
+    history = History.empty(rows_total, settings.memory, size, start.dtype)
+    _aim(state, torch.ones(len(state["rows"]), dtype=torch.bool), history)
+    while len(state["rows"]):
+        trial = _try(objective, state, settings)
+        found.evaluations[state["rows"]] += 1
+        _bracket(state, trial)
+        if trial.accept.any():
+            _take(state, trial, history, found)
+            if watch is not None:
+                here = trial.accept
+                watch(state["rows"][here], state["point"][here], state["iteration"][here])
+        if bool(trial.fail.any()):
+            history.forget(state["rows"][trial.fail])
+        finished = _finished(state, trial, settings)
+        _aim(state, (trial.accept | trial.fail) & ~finished, history)
+        if finished.any():
+            found.iterations[state["rows"][finished]] = state["iteration"][finished]
+            state = {k: v[~finished] for k, v in state.items()}
+    return found
 
-    # The state of the active rows; `keep` shrinks all of it together.
-    rows = torch.arange(rows_total)
+
+State = dict[str, Tensor]
+"""What is known of every active row; rows that end leave all of it together."""
+
+
+def _begin(objective: Objective, start: Tensor, found: Minimum) -> State:
+    """The rows whose first value is finite."""
     point = start.detach().clone()
+    rows = torch.arange(len(point))
     value, gradient = objective(point, rows)
-    evaluations += 1
+    found.evaluations.add_(1)
     state = {
         "rows": rows,
         "point": point,
@@ -79,87 +107,85 @@ def minimise(
         "step": torch.ones_like(value),
         "low": torch.zeros_like(value),
         "high": torch.full_like(value, float("inf")),
-        "trial": torch.zeros(rows_total, dtype=torch.long),
-        "iteration": torch.zeros(rows_total, dtype=torch.long),
-        "failures": torch.zeros(rows_total, dtype=torch.long),
+        "trial": torch.zeros_like(rows),
+        "iteration": torch.zeros_like(rows),
+        "failures": torch.zeros_like(rows),
         "mark": value.clone(),  # value `patience` steps ago
     }
     finite = torch.isfinite(value) & torch.isfinite(gradient).all(1)
-    best_value[finite] = value[finite]
-    if not bool(finite.all()):
-        state = {k: v[finite] for k, v in state.items()}
-    history = History.empty(rows_total, settings.memory, size, start.dtype)
-    _aim(state, torch.ones(len(state["rows"]), dtype=torch.bool), history)
+    found.value[finite] = value[finite]
+    return state if bool(finite.all()) else {k: v[finite] for k, v in state.items()}
 
-    while len(state["rows"]):
-        trial_point = state["point"] + state["step"][:, None] * state["direction"]
-        trial_value, trial_gradient = objective(trial_point, state["rows"])
-        evaluations[state["rows"]] += 1
-        state["trial"] += 1
-        finite = torch.isfinite(trial_value) & torch.isfinite(trial_gradient).all(1)
-        trial_slope = torch.where(finite, (trial_gradient * state["direction"]).sum(1), float("inf"))
 
-        decrease = finite & (trial_value <= state["value"] + settings.armijo * state["step"] * state["slope"])
-        curved = trial_slope >= settings.wolfe * state["slope"]
-        worn_out = state["trial"] >= settings.trials
-        accept = decrease & (curved | worn_out)
-        fail = worn_out & ~accept
+@dataclass(frozen=True)
+class Trial:
+    """One trial point per active row. decrease: low enough. accept: taken. fail: given up after too many."""
 
-        # Rows still searching: shrink or grow the bracket, guided by interpolation where it is trustworthy.
-        shrink, grow = ~accept & ~decrease, ~accept & decrease
-        state["high"] = torch.where(shrink, state["step"], state["high"])
-        state["low"] = torch.where(grow, state["step"], state["low"])
-        width = state["high"] - state["low"]
-        parabola = (
-            -0.5
-            * state["slope"]
-            * state["step"] ** 2
-            / (trial_value - state["value"] - state["slope"] * state["step"])
-        )
-        middle = state["low"] + 0.5 * width
-        guided = torch.minimum(
-            torch.maximum(parabola, state["low"] + 0.1 * width), state["low"] + 0.9 * width
-        )
-        inside = torch.where(torch.isfinite(guided) & finite & (state["low"] == 0), guided, middle)
-        state["step"] = torch.where(
-            accept, state["step"], torch.where(torch.isinf(state["high"]), 2 * state["step"], inside)
-        )
+    point: Tensor
+    value: Tensor
+    gradient: Tensor
+    finite: Tensor
+    decrease: Tensor
+    accept: Tensor
+    fail: Tensor
 
-        if accept.any():
-            on = slice(None) if bool(accept.all()) else accept.nonzero()[:, 0]  # views where all rows move
-            moved = trial_point[on] - state["point"][on]
-            change = trial_gradient[on] - state["gradient"][on]
-            history.remember(state["rows"][on], moved, change)
-            state["point"][on] = trial_point[on]
-            state["value"][on] = trial_value[on]
-            state["gradient"][on] = trial_gradient[on]
-            state["iteration"] += accept
-            state["failures"] *= ~accept
-            better = accept & (state["value"] < best_value[state["rows"]])
-            best[state["rows"][better]] = state["point"][better]
-            best_value[state["rows"][better]] = state["value"][better]
-            if watch is not None:
-                watch(state["rows"][accept], state["point"][accept], state["iteration"][accept])
 
-        if bool(fail.any()):
-            history.forget(state["rows"][fail])
-        state["failures"] += fail
-        checkpoint = accept & (state["iteration"] % settings.patience == 0)
-        left = torch.minimum(state["mark"].abs(), state["mark"] - settings.floor)
-        stalled = checkpoint & (state["mark"] - state["value"] <= settings.stall * left)
-        state["mark"] = torch.where(checkpoint, state["value"], state["mark"])
-        finished = (
-            (state["iteration"] >= settings.iterations)
-            | (state["value"] <= settings.tolerance)
-            | (state["failures"] >= 2)
-            | stalled
-        )
-        _aim(state, (accept | fail) & ~finished, history)
-        if finished.any():
-            done_iterations[state["rows"][finished]] = state["iteration"][finished]
-            state = {k: v[~finished] for k, v in state.items()}
+def _try(objective: Objective, state: State, settings: Settings) -> Trial:
+    point = state["point"] + state["step"][:, None] * state["direction"]
+    value, gradient = objective(point, state["rows"])
+    state["trial"] += 1
+    finite = torch.isfinite(value) & torch.isfinite(gradient).all(1)
+    slope = torch.where(finite, (gradient * state["direction"]).sum(1), float("inf"))
+    decrease = finite & (value <= state["value"] + settings.armijo * state["step"] * state["slope"])
+    curved = slope >= settings.wolfe * state["slope"]
+    worn_out = state["trial"] >= settings.trials
+    accept = decrease & (curved | worn_out)
+    return Trial(point, value, gradient, finite, decrease, accept, worn_out & ~accept)
 
-    return Minimum(best, best_value, done_iterations, evaluations)
+
+def _bracket(state: State, trial: Trial) -> None:
+    """Rows still searching: shrink or grow the bracket, guided by interpolation where it is trustworthy."""
+    step, slope = state["step"], state["slope"]
+    state["high"] = torch.where(~trial.accept & ~trial.decrease, step, state["high"])
+    state["low"] = torch.where(~trial.accept & trial.decrease, step, state["low"])
+    low, width = state["low"], state["high"] - state["low"]
+    parabola = -0.5 * slope * step**2 / (trial.value - state["value"] - slope * step)
+    middle = low + 0.5 * width
+    guided = torch.minimum(torch.maximum(parabola, low + 0.1 * width), low + 0.9 * width)
+    inside = torch.where(torch.isfinite(guided) & trial.finite & (low == 0), guided, middle)
+    state["step"] = torch.where(trial.accept, step, torch.where(torch.isinf(state["high"]), 2 * step, inside))
+
+
+def _take(state: State, trial: Trial, history: History, found: Minimum) -> None:
+    """Rows that accept their trial move there; what they saw is remembered."""
+    accept = trial.accept
+    on = slice(None) if bool(accept.all()) else accept.nonzero()[:, 0]  # views where all rows move
+    moved = trial.point[on] - state["point"][on]
+    change = trial.gradient[on] - state["gradient"][on]
+    history.remember(state["rows"][on], moved, change)
+    state["point"][on] = trial.point[on]
+    state["value"][on] = trial.value[on]
+    state["gradient"][on] = trial.gradient[on]
+    state["iteration"] += accept
+    state["failures"] *= ~accept
+    better = accept & (state["value"] < found.value[state["rows"]])
+    found.point[state["rows"][better]] = state["point"][better]
+    found.value[state["rows"][better]] = state["value"][better]
+
+
+def _finished(state: State, trial: Trial, settings: Settings) -> Tensor:
+    """Which rows end: enough steps, low enough, no progress, or two failed searches."""
+    state["failures"] += trial.fail
+    checkpoint = trial.accept & (state["iteration"] % settings.patience == 0)
+    left = torch.minimum(state["mark"].abs(), state["mark"] - settings.floor)
+    stalled = checkpoint & (state["mark"] - state["value"] <= settings.stall * left)
+    state["mark"] = torch.where(checkpoint, state["value"], state["mark"])
+    return (
+        (state["iteration"] >= settings.iterations)
+        | (state["value"] <= settings.tolerance)
+        | (state["failures"] >= 2)
+        | stalled
+    )
 
 
 @dataclass
@@ -218,7 +244,7 @@ class History:
         return q
 
 
-def _aim(state: dict[str, Tensor], rows: Tensor, history: History) -> None:
+def _aim(state: State, rows: Tensor, history: History) -> None:
     """New search directions and a fresh line search for the given rows."""
     if not bool(rows.any()):
         return

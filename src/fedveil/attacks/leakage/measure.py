@@ -214,22 +214,11 @@ def measure(
     n = found.images.shape[1]
     unroll = update_as == "unroll" and found.leak.steps > 1
     result = attack(
-        method,
-        task.module,
-        torch.as_tensor(state.weights),
-        found.leak,
-        shape=dataset.shape,
-        classes=int(dataset.classes or 0),
-        seed=seed,
-        iterations=iterations,
-        restarts=restarts,
-        pixel_range=pixel_range,
-        public=public,
-        aware=aware,
-        update_as=update_as,
-        images_per_victim=n if unroll else min(n, found.leak.batch),
+        method, task.module, torch.as_tensor(state.weights), found.leak, shape=dataset.shape,
+        classes=int(dataset.classes or 0), seed=seed, iterations=iterations, restarts=restarts, pixel_range=pixel_range,
+        public=public, aware=aware, update_as=update_as, images_per_victim=n if unroll else min(n, found.leak.batch),
         watch=watcher,
-    )
+    )  # fmt: skip
     guess, labels = _matched(found, result, watcher, pixel_range)
     figures = {
         "kind": "gradient",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -203,40 +203,48 @@ def attack(
     values = seen.values.detach().to(weights.dtype)
     healthy = torch.isfinite(values).all(1)
     values = torch.where(healthy[:, None], values, 0.0)
-    victims = len(values)
-
-    if public is None:  # grey digits are mostly dark, photographs are not
-        brightness, contrast = (0.2, 0.3) if shape[0] == 1 else (0.5, 0.25)
+    brightness, contrast = _light(public, shape, pixel_range)
+    if public is None:
         public = _tiles(rng, 8, 1, shape, pixel_range)[:, 0]
-    else:
-        width = pixel_range[1] - pixel_range[0]
-        brightness, contrast = float((public.mean() - pixel_range[0]) / width), float(public.std() / width)
     clean = replace(leak, values=torch.where(healthy[:, None], leak.values.to(weights.dtype), 0.0))
     labels = infer_labels(module, weights, clean, public, n, classes)
     weight, scale = _weights(seen, values, balanced=method == "veil")
     problem = _Problem(
         predictor(module, weights, leak, aware=aware, unroll=unroll),
-        values,
-        weight,
-        scale,
-        labels,
-        shape,
-        classes,
-        pixel_range,
+        values, weight, scale, labels, shape, classes, pixel_range,
         smoothing=0.0 if method != "gradinv" else 1e-4 if shape[0] == 1 else 3e-3,
         brightness=brightness,
         contrast=contrast,
         noisy=leak.noisy,
         fast=None if unroll else fast_matcher(module, weights, leak, shape, aware=aware),
         plain=method != "veil" and not leak.pruned,
-    )
+    )  # fmt: skip
+    best, best_labels, best_loss, spent = _best_of(problem, _tries(method, restarts), budget, rng, watch, healthy, n)
+    return Reconstruction(
+        method, best.clamp(*pixel_range), best_labels, best_loss, spent, ~torch.isfinite(best_loss),
+        time.process_time() - begin, "unroll" if unroll else "gradient",
+    )  # fmt: skip
 
-    best = torch.full((victims, n, *shape), sum(pixel_range) / 2, dtype=weights.dtype)
-    best_loss = torch.full((victims,), float("inf"), dtype=weights.dtype)
-    best_labels, spent = labels.clone(), torch.zeros(victims, dtype=torch.long)
+
+def _light(known: Tensor | None, shape: tuple[int, ...], pixel_range: tuple[float, float]) -> tuple[float, float]:
+    """Brightness and contrast of images that the attacker knows; without any, grey digits are mostly dark, photographs not."""
+    if known is None:
+        return (0.2, 0.3) if shape[0] == 1 else (0.5, 0.25)
+    width = pixel_range[1] - pixel_range[0]
+    return float((known.mean() - pixel_range[0]) / width), float(known.std() / width)
+
+
+def _best_of(
+    problem: _Problem, tries: Sequence[Stage], budget: int, rng: torch.Generator, watch: Watch | None, healthy: Tensor, n: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(images, labels, loss, iterations): the best of all tries for each victim; the solved ones sit out, and those that broke
+    numerically get further chances."""
+    victims, kind = len(problem.target), problem.target.dtype
+    best = torch.full((victims, n, *problem.shape), sum(problem.box) / 2, dtype=kind)
+    best_loss = torch.full((victims,), float("inf"), dtype=kind)
+    best_labels, spent = problem.labels.clone(), torch.zeros(victims, dtype=torch.long)
     done = -1.0 + NEAR * problem.ease if problem.noisy else NEAR * problem.ease
     broken = torch.zeros(victims, dtype=torch.bool)
-    tries = _tries(method, restarts)
     for number in range(len(tries) + RETRIES):
         unsolved = healthy & ~(best_loss <= done)
         rows = (unsolved if number < len(tries) else unsolved & broken).nonzero()[:, 0]
@@ -249,47 +257,42 @@ def attack(
         better = loss < best_loss[rows]
         best[rows[better]], best_loss[rows[better]] = found[better], loss[better]
         best_labels[rows[better]] = guessed[better]
-    return Reconstruction(
-        method,
-        best.clamp(*pixel_range),
-        best_labels,
-        best_loss,
-        spent,
-        ~torch.isfinite(best_loss),
-        time.process_time() - begin,
-        "unroll" if unroll else "gradient",
-    )
+    return best, best_labels, best_loss, spent
 
 
-def _tries(method: Method, restarts: int) -> list[Callable]:
-    """The sequence of tries; each runs only on victims that are not solved yet, and returns for each of them: images,
-    loss, iterations, labels, and whether non-finite values ended it."""
-    first: list[Callable] = {
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""images, loss, iterations, labels, and whether non-finite values ended it"""
+Stage = Callable[[_Problem, Tensor, int, torch.Generator, "Watch | None"], Found]
+
+
+def _tries(method: Method, restarts: int) -> list[Stage]:
+    """The sequence of tries; each runs only on victims that are not solved yet."""
+    stages: dict[Method, list[Stage]] = {
         "dlg": [_dlg],
         "idlg": [_idlg],
         "cpl": [_cpl],
         "gradinv": [_gradinv],
         "veil": [_veil_fast, _veil_patient],
-    }[method]
-    return first + [first[-1]] * restarts
+    }
+    return stages[method] + [stages[method][-1]] * restarts
 
 
-def _dlg(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _dlg(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     start = torch.randn(len(rows), problem.n * (math.prod(problem.shape) + problem.classes), generator=rng)
     return _descend(problem, rows, start, budget, "squared", "logits", watch)
 
 
-def _idlg(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _idlg(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     start = torch.randn(len(rows), problem.n * math.prod(problem.shape), generator=rng)
     return _descend(problem, rows, start, budget, "squared", "pixels", watch)
 
 
-def _cpl(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _cpl(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     start = _tiles(rng, len(rows), problem.n, problem.shape, problem.box)
     return _descend(problem, rows, start.flatten(1), budget, "squared", "pixels", watch)
 
 
-def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     """As published, in units of normalised pixels: both the start and the step are multiples of their deviation."""
     low, high = problem.box
     unit = problem.contrast * (high - low)
@@ -304,13 +307,13 @@ def _gradinv(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator,
     return images, loss, used, problem.labels[rows], broke
 
 
-def _veil_fast(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _veil_fast(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     low = min(max(problem.brightness - 0.15, 0.05), 0.65)
     dim = _tiles(rng, len(rows), problem.n, problem.shape, (low, low + 0.3)).flatten(1)
     return _descend(problem, rows, torch.logit(dim), budget // 2, "balanced", "box", watch)
 
 
-def _veil_patient(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None):
+def _veil_patient(problem: _Problem, rows: Tensor, budget: int, rng: torch.Generator, watch: Watch | None) -> Found:
     low, high = problem.box
     start = low + (high - low) * _tiles(rng, len(rows), problem.n, problem.shape, (0.05, 0.95))
     warm = budget // 4
@@ -334,7 +337,7 @@ def _descend(
     distance: Distance,
     form: Literal["pixels", "box", "logits"],
     watch: Watch | None,
-):
+) -> Found:
     """Batched L-BFGS on the given victims, in groups whose histories fit in memory."""
     objective = problem.objective(distance, form)
     memory = int(min(100, max(5, HISTORY_FLOATS // (2 * start.shape[1]))))

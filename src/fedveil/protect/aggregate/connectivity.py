@@ -143,15 +143,7 @@ def point(curve: Curve, w1: Tensor, w2: Tensor, theta: Tensor, p: Tensor) -> Ten
 
 
 def _bend(
-    w1: Tensor,
-    w2: Tensor,
-    loss: Loss,
-    x: Tensor,
-    y: Tensor,
-    key: bytes,
-    search: Search,
-    level: int,
-    numbers: range,
+    w1: Tensor, w2: Tensor, loss: Loss, x: Tensor, y: Tensor, key: bytes, search: Search, level: int, numbers: range
 ) -> tuple[Tensor, list[Route]]:
     """Train the bends of some pairs together; returns their middles and path records."""
     curve, pairs = search.curve, len(w1)
@@ -185,11 +177,7 @@ def _bend(
             loss(point(curve, w1, w2, theta, p), x[chosen], y[chosen]).sum(), theta
         )
         with torch.no_grad():
-            moved = theta - search.learning_rate * gradient - average
-            moved *= (radius / moved.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
-            usable = running & moved.isfinite().all(dim=1)  # a diverged pair keeps its best bend
-            theta = torch.where(usable.reshape(-1, 1), average + moved, theta.detach())
-            running = usable
+            theta, running = _moved(theta, gradient, average, radius, running, search.learning_rate)
             taken += running
         if step % search.check_every == 0 or step == search.steps:
             along = losses_along(theta)
@@ -210,6 +198,16 @@ def _bend(
         for i, n in enumerate(numbers)
     ]
     return middle, paths
+
+
+def _moved(
+    theta: Tensor, gradient: Tensor, average: Tensor, radius: Tensor, running: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """One step of the bends that still run, kept within their radius; a diverged pair stops and keeps its best bend."""
+    moved = theta - rate * gradient - average
+    moved *= (radius / moved.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0)
+    usable = running & moved.isfinite().all(dim=1)
+    return torch.where(usable.reshape(-1, 1), average + moved, theta.detach()), usable
 
 
 def _expected(along: Tensor) -> Tensor:

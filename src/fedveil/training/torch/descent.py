@@ -202,41 +202,8 @@ def _stack(
     most_rows = int(widths.max(initial=0)) if plan.by_median else network.rows
 
     for step in range(plan.steps):
-        clipping = _clipping(plan, step, norms)
-        largest, bound_used = None, None
-        groups = _groups(widths[:, step])
-        total = None if len(groups) == 1 else torch.zeros_like(weights, dtype=torch.float64)
-        for width, members in groups:
-            everyone = len(members) == clients
-            chosen: Any = slice(None) if everyone else torch.as_tensor(members, device=device)
-            own = weights if everyone else weights[chosen]
-            if shift is not None and scale is not None:
-                clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
-            part: Tensor | None = torch.zeros_like(own, dtype=torch.float64) if width == 0 else None
-            for at in range(0, width, max(most_rows, 1)):
-                end = min(width, at + most_rows)
-                picked = (rows[step, :, at:end] if everyone else rows[step, members, at:end]).reshape(-1)
-                images, targets = x.index_select(0, picked).to(dtype), y.index_select(0, picked)
-                mask = _mask(counts[members, step], at, end, own)
-                if hasattr(network, "at"):
-                    network.at([work[k].noise_key for k in members], step, at)
-                result = network.clipped(own, images, targets, mask, clipping, plan.loss)
-                part = result.total if part is None else part.add_(result.total)
-                figures.add(chosen, result, mask)
-                if plan.noised and plan.by_largest:
-                    largest = result.total.new_zeros(clients) if largest is None else largest
-                    clipped = _largest(result)
-                    largest[chosen] = torch.maximum(largest[chosen], clipped)
-                if result.bound is not None and plan.by_median:
-                    if bound_used is None:
-                        bound_used = result.bound.new_zeros(clients, 1, result.bound.shape[2])
-                    bound_used[chosen] = result.bound
-            assert part is not None
-            if total is None:
-                total = part
-            else:
-                total[chosen] = part
-        assert total is not None
+        batch = _Batch(x, y, rows[step], counts[:, step], widths[:, step], [w.noise_key for w in work], step)
+        total, largest, bound_used = _summed(network, batch, plan, norms, weights, shift, scale, most_rows, figures)
         if noises is not None:
             times = plan.noised[step].times(_followed(plan, largest, bound_used, clients), counts[:, step, None])
             times = np.broadcast_to(times, (clients, times.shape[-1] if times.ndim else 1))
@@ -262,6 +229,64 @@ def _stack(
             gradient = velocity.mul_(plan.momentum).add_(gradient)
         weights.sub_(gradient, alpha=plan.learning_rate)
     return _result(network.decode(weights - first), figures, counts.sum(1), plan)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The rows of one step, for all clients of a stack."""
+
+    x: Tensor
+    y: Tensor
+    rows: Tensor  # [K, width], padded
+    counts: np.ndarray  # [K] real rows
+    widths: np.ndarray  # [K] rows that are passed through
+    keys: list[bytes]
+    step: int
+
+
+def _summed(
+    network: Network, batch: _Batch, plan: LocalPlan, norms: bool, weights: Tensor, shift: Tensor | None, scale: Tensor | None,
+    most_rows: int, figures: _Figures,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The clipped sums [K, P] of one step, the largest clipped norms [K] and the bounds that the batch itself gave, if wanted.
+
+    Clients with equally wide batches go through together; a wide batch goes through in parts of `most_rows`."""
+    clients, step = len(weights), batch.step
+    clipping = _clipping(plan, step, norms)
+    largest, bound_used = None, None
+    groups = _groups(batch.widths)
+    total = None if len(groups) == 1 else torch.zeros_like(weights, dtype=torch.float64)
+    for width, members in groups:
+        everyone = len(members) == clients
+        chosen: Any = slice(None) if everyone else torch.as_tensor(members, device=weights.device)
+        own = weights if everyone else weights[chosen]
+        if shift is not None and scale is not None:
+            clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
+        part: Tensor | None = torch.zeros_like(own, dtype=torch.float64) if width == 0 else None
+        for at in range(0, width, max(most_rows, 1)):
+            end = min(width, at + most_rows)
+            picked = (batch.rows[:, at:end] if everyone else batch.rows[members, at:end]).reshape(-1)
+            images, targets = batch.x.index_select(0, picked).to(weights.dtype), batch.y.index_select(0, picked)
+            mask = _mask(batch.counts[members], at, end, own)
+            if hasattr(network, "at"):
+                network.at([batch.keys[k] for k in members], step, at)
+            result = network.clipped(own, images, targets, mask, clipping, plan.loss)
+            part = result.total if part is None else part.add_(result.total)
+            figures.add(chosen, result, mask)
+            if plan.noised and plan.by_largest:
+                largest = result.total.new_zeros(clients) if largest is None else largest
+                largest[chosen] = torch.maximum(largest[chosen], _largest(result))
+            if result.bound is not None and plan.by_median:
+                if bound_used is None:
+                    bound_used = result.bound.new_zeros(clients, 1, result.bound.shape[2])
+                bound_used[chosen] = result.bound
+        assert part is not None
+        if total is None:
+            total = part
+        else:
+            total[chosen] = part
+    assert total is not None
+    return total, largest, bound_used
 
 
 class _Noise:
