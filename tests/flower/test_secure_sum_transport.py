@@ -35,6 +35,8 @@ class Federation:
         self.stage = -1
         self.seen: list[tuple[str, tuple[int, ...]]] = []
         self.refusals: list[str] = []
+        self.drawn: list[bytes] = []
+        self.told: dict[int, dict[bytes, bytes]] = {}  # node -> message -> its answer
 
     def seat(self, i: int, **more) -> Seat:
         return Seat(self.folder / str(i), self.session, i, self.secrets[i - 1], **more)
@@ -51,7 +53,13 @@ class Federation:
                 raise RuntimeError("a private row broke training")
             return self.values[i]
 
-        return answer(self.seat(i), data, charge=charge, values=values)
+        def entropy() -> bytes:
+            self.drawn.append(os.urandom(32))
+            return self.drawn[-1]
+
+        found = answer(self.seat(i), data, charge=charge, values=values, entropy=entropy)
+        self.told.setdefault(i, {})[data] = found
+        return found
 
     def ask(self, wanted, seconds):
         self.stage += 1
@@ -155,3 +163,64 @@ def test_journals_are_readable_by_their_owner_alone(tmp_path):
     path = federation.seat(1).folder / "journal"
     assert os.stat(path).st_mode & 0o077 == 0
     assert os.stat(path.parent).st_mode & 0o077 == 0
+
+
+def _on_disk(federation: Federation, i: int) -> bytes:
+    return b"".join(path.read_bytes() for path in federation.seat(i).home.rglob("*") if path.is_file())
+
+
+def test_after_the_reveal_no_secret_of_the_attempt_is_left_on_the_disk_and_resends_are_the_same_bytes(
+    tmp_path,
+):
+    federation = Federation(tmp_path, silent={(3, 4)})
+    federation.play()
+    roots = [
+        drawn for drawn in federation.drawn if drawn in b"".join(_on_disk(federation, i) for i in range(1, 6))
+    ]
+    assert len(roots) == 1 and roots[0] in _on_disk(federation, 3)  # the node that was never asked to reveal
+    for data, reply in list(federation.told[1].items()):
+        assert federation.reply(1, data) == reply
+    with pytest.raises(UserError, match="after this node sent its reveal"):
+        federation.reply(1, [*federation.told[2]][-2])  # what another node was told, in a stage that is past
+    assert federation.log.count((1, "charged")) == 1
+
+
+def test_a_kill_before_the_secrets_are_removed_keeps_the_answers_and_they_go_with_the_next_message(
+    tmp_path, monkeypatch
+):
+    federation = Federation(tmp_path)
+    with monkeypatch.context() as killed:
+        killed.setattr(journal, "replace", lambda path, record: None)
+        federation.play()
+    assert any(root in _on_disk(federation, 1) for root in federation.drawn)
+    last, reply = list(federation.told[1].items())[-1]
+    assert federation.reply(1, last) == reply
+    assert not any(root in _on_disk(federation, 1) for root in federation.drawn)
+
+
+def test_a_closed_journal_of_another_attempt_or_with_a_changed_byte_is_refused(tmp_path):
+    federation = Federation(tmp_path)
+    federation.play()
+    path = federation.seat(1).folder / "journal"
+    (record,) = journal.read(path)
+    other = Federation(tmp_path, attempt=1).session
+    with pytest.raises(UserError):
+        party.resume(other, 1, federation.secrets[0], [record])
+    with pytest.raises(UserError, match="damaged"):
+        party.resume(federation.session, 1, federation.secrets[0], [record[:50] + b"x" + record[51:]])
+
+
+def test_secrets_of_another_run_that_ended_without_a_sum_go_a_day_later(tmp_path):
+    failed = Federation(tmp_path, silent={(1, 2), (2, 2)})
+    failed.play()
+    here = failed.seat(3).folder
+    later = Federation(tmp_path)
+    later.session = replace(later.session, run=b"s" * 16)
+    later.reply(3, b"")
+    assert here.exists()  # it may be under way
+    os.utime(here / "journal", (0, 0))
+    later.session = replace(later.session, run=b"t" * 16)
+    later.reply(3, b"")
+    assert not here.exists()
+    with pytest.raises(UserError, match="not newer"):
+        failed.reply(3, b"")

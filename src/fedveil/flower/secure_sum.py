@@ -1,8 +1,9 @@
 """The secure sum between a server and nodes that remember only what is on their disks.
 
 A node answers each message from its journal (`answer`): no process has to live through an attempt, and a kill at any moment
-costs at most that message. Secrets of an attempt lie in `home/secure-sum/RUN/ROUND-ATTEMPT/journal` (0600) until the node
-begins a newer attempt of that run; an attempt that is not newer than the newest one begun is never begun again.
+costs at most that message. Secrets of an attempt lie in `home/secure-sum/RUN/ROUND-ATTEMPT/journal` (0600) until the node has
+revealed its shares; of one that ended before, until the node begins a newer attempt of that run, or of another run a day
+later. An attempt that is not newer than the newest one begun is never begun again.
 
 The server (`collect`) plays `secure_sum.coordinator` over anything that can ask nodes and yield replies. `summing` asks over
 Flower and `node` answers there.
@@ -31,6 +32,9 @@ from fedveil.secure_sum.parameters import Policy
 from fedveil.secure_sum.party import Session
 
 MEANING = ("config", "examples", "shape", "classes", "model", "data", "version", "round")
+FORGOTTEN = (
+    86_400.0  # seconds after its last message an attempt of another run has no more use for its secrets
+)
 Ask = Callable[[Mapping[int, bytes], float], Iterable[tuple[int, bytes]]]
 OnStage = Callable[[str, tuple[int, ...], float], None]
 
@@ -79,6 +83,7 @@ def answer(
             if data:
                 raise UserError("secure sum refused: this node has begun no such attempt")
             _newer(seat)
+            _forget_others(seat)
             move = party.begin(seat.session, seat.me, seat.signing, entropy(), seat.policy)
         else:
             state = party.resume(seat.session, seat.me, seat.signing, records)
@@ -91,6 +96,8 @@ def answer(
             charge()
             move = party.upload(move.party, _noised(seat, values, noise_key or entropy()[:16]))
         journal.append(path, move.record)
+        if move.party.stage == party.REVEALED and move.party.root:
+            journal.replace(path, party.closing(move.party))
         return move.messages[0]
 
 
@@ -120,7 +127,9 @@ def _alone(seat: Seat) -> Iterator[None]:
 
 def model_of(facts: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Names all that gives the integers of a round their meaning: what the nodes are told about the run, and the model."""
-    return payload({key: facts.get(key) for key in MEANING}, {k: v for k, v in arrays.items() if k != "message"})
+    return payload(
+        {key: facts.get(key) for key in MEANING}, {k: v for k, v in arrays.items() if k != "message"}
+    )
 
 
 def kept(seat: Seat, arrays: Mapping[str, np.ndarray]) -> None:
@@ -166,6 +175,15 @@ def _newer(seat: Seat) -> None:
         if old.is_dir() and old != seat.folder:
             shutil.rmtree(old, ignore_errors=True)
     seat.folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _forget_others(seat: Seat) -> None:
+    """Remove the secrets of other runs' attempts that nobody has asked for since a day. Their numbers stay used."""
+    for run in (seat.home / "secure-sum").iterdir():
+        for attempt in run.iterdir() if run != seat.run else ():
+            with contextlib.suppress(OSError):
+                if attempt.is_dir() and (attempt / "journal").stat().st_mtime < time.time() - FORGOTTEN:
+                    shutil.rmtree(attempt)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,24 @@ def append(path: Path, record: bytes) -> None:
     finally:
         os.close(descriptor)
     if new:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path)
+
+
+def replace(path: Path, record: bytes) -> None:
+    """Put one record in the place of all others; after a kill the file has either. What was there is no longer in any file."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    append(temporary, record)
+    os.replace(temporary, path)
+    _sync_folder(path)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read(path: Path) -> list[bytes]:

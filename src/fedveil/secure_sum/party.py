@@ -32,6 +32,7 @@ from fedveil.secure_sum.messages import BadMessage, Context
 from fedveil.secure_sum.parameters import Parameters, Policy, check, digest, roster_digest
 
 KEYS, SHARED, UPLOADED, AGREED, REVEALED = 1, 2, 3, 4, 5  # what has been sent last
+_CLOSED = b"fvend1"  # begins the one record of an attempt that is over for this node
 STAGES = ("nothing", "keys", "shares", "vector", "survivors", "reveal")
 
 
@@ -244,6 +245,8 @@ def resume(session: Session, me: int, signing: bytes, records: Iterable[bytes]) 
     """
     party: Party | None = None
     for data in records:
+        if data.startswith(_CLOSED):
+            return _closed(session, me, signing, data)
         stage, cause, message = read_record(data)
         if party is None:
             move = begin(session, me, signing, cause)
@@ -263,6 +266,39 @@ def resume(session: Session, me: int, signing: bytes, records: Iterable[bytes]) 
     if party is None:
         raise UserError("the secure sum's journal is empty")
     return party
+
+
+def closing(party: Party) -> bytes:
+    """The record that takes the place of all others once the reveal is synced.
+
+    Formal guarantee: it holds what this node sent and digests of what it received, so nothing that the server has not got;
+    no seed, key or share of the attempt can be made from it. Resends are the same bytes as before.
+    """
+    if party.stage != REVEALED:
+        raise ValueError("an attempt is closed after its reveal")
+    took = (bytes(32), *party.took[1:])  # not even a digest of the root
+    parts = (
+        cause + struct.pack("<I", len(sent)) + sent for cause, sent in zip(took, party.sent, strict=True)
+    )
+    body = _CLOSED + b"".join(parts)
+    return body + hashlib.sha256(body).digest()
+
+
+def _closed(session: Session, me: int, signing: bytes, data: bytes) -> Party:
+    """The state of a closed attempt: it can resend, and nothing else."""
+    body, at = data[:-32], len(_CLOSED)
+    if hashlib.sha256(body).digest() != data[-32:]:
+        raise UserError("a record of the secure sum's journal is damaged")
+    sent, took = [], []
+    while at < len(body):
+        size = struct.unpack_from("<I", body, at + 32)[0]
+        took.append(body[at : at + 32])
+        sent.append(body[at + 36 : at + 36 + size])
+        at += 36 + size
+    sender, keys = messages.unpack(session.context, sent[0], session.roster)
+    if sender != me or not isinstance(keys, messages.Keys) or len(sent) != REVEALED:
+        raise UserError("the secure sum's journal belongs to another attempt")
+    return Party(session, me, signing, b"", session.context, tuple(sent), tuple(took))
 
 
 def _check_upload(party: Party, message: bytes) -> None:
