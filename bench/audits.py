@@ -1,7 +1,7 @@
 """Does the audit keep what it says? Correct runs accused, broken ones caught with the power stated in advance.
 
 python -m bench.audits run OUT.jsonl [--correct 300] [--broken 40] [--only KIND]    one line per audit; called again it goes on
-python -m bench.audits table OUT.jsonl                                 the table of docs/attacks.md
+python -m bench.audits table OUT.jsonl …                               the table of docs/attacks.md
 
 Level 0.1% everywhere. Every setting is planned first: as many canaries as find half the noise in 99% of all audits.
 """
@@ -197,19 +197,21 @@ def jobs(correct: int, broken: int) -> Iterator[tuple[str, str, int, Callable[[]
             yield what, how, seed, lambda h=how, s=seed: leaking(h, s)
 
 
-def run(out: Path, correct: int, broken: int, only: str) -> None:
+def run(out: Path, correct: int, broken: int, only: str, part: str) -> None:
     done = (
         {tuple(json.loads(line)["job"]) for line in out.read_text().splitlines()} if out.exists() else set()
     )
     with out.open("a") as file:
-        for what, name, seed, make in jobs(correct, broken):
-            if only in what and (what, name, seed) not in done:
+        mine, parts = (int(n) for n in part.split("/"))
+        for number, (what, name, seed, make) in enumerate(jobs(correct, broken)):
+            if only in what and number % parts == mine - 1 and (what, name, seed) not in done:
                 file.write(json.dumps({"job": [what, name, seed], **make()}, default=float) + "\n")
                 file.flush()
 
 
-def table(out: Path) -> None:
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+def table(*files: Path) -> None:
+    found = [json.loads(line) for out in files for line in out.read_text().splitlines()]
+    lines = list({tuple(line["job"]): line for line in found}.values())
     for what in dict.fromkeys(line["job"][0] for line in lines):
         for name in dict.fromkeys(line["job"][1] for line in lines if line["job"][0] == what):
             mine = [line for line in lines if line["job"][:2] == [what, name]]
@@ -226,12 +228,19 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["run", "table"])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="+")
     parser.add_argument("--correct", type=int, default=300)
     parser.add_argument("--broken", type=int, default=40)
     parser.add_argument("--only", default="", help="a part of a kind's name")
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        help="K/N: every N-th audit from the K-th on, for N processes with a file each",
+    )
     asked = parser.parse_args()
     canaries.promised = coalition.promised = cache(
         canaries.promised
     )  # half of an audit's time, whatever the seed
-    run(asked.out, asked.correct, asked.broken, asked.only) if asked.command == "run" else table(asked.out)
+    run(
+        asked.out[0], asked.correct, asked.broken, asked.only, asked.part
+    ) if asked.command == "run" else table(*asked.out)
