@@ -1,6 +1,6 @@
-"""The numbers of docs/attacks.md on low bits, exact inversion, malicious servers and where noise defeats them.
+"""The numbers of docs/attacks.md on low bits, exact inversion and malicious servers.
 
-python -m bench.proof bits|exact|text|private|curve|malicious [--small]
+python -m bench.proof bits|exact|text|private|malicious [--small]
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fedveil.attacks.audit import lowbits
-from fedveil.attacks.audit.bounds import gaussian_epsilon
-from fedveil.attacks.exact import noisy, spear, tokens
+from fedveil.attacks.exact import spear, tokens
 from fedveil.attacks.malicious import attack, models
 from fedveil.attacks.membership import exact_interval
 from fedveil.data.datasets import load
@@ -24,8 +23,6 @@ from fedveil.federation.loop import prepare
 from fedveil.federation.round import start
 from fedveil.federation.view import view, view_sum
 from fedveil.models import backbones, minilm
-
-DELTA = 1e-5
 
 
 def bits(small: bool) -> None:
@@ -116,7 +113,7 @@ def exact(small: bool) -> None:
     )
 
 
-SIGMA_AT_TWO = 1.9933  # one release, delta 1e-5, no sampling: epsilon 2
+SIGMA_AT_TWO = 1.994  # one release, delta 1e-5, no sampling: epsilon 2
 
 
 def sentence_gradients(
@@ -193,42 +190,6 @@ def private(small: bool) -> None:
         )
 
 
-def curve(small: bool) -> None:
-    """Where noise defeats them: one step, all epsilon spent on it (no amplification)."""
-    tries = 2 if small else 6
-    dataset = prepare(
-        make_config({"dataset": "mnist", "limit": 6000, "recipe": "non-private", "clients": 2})
-    ).dataset
-    prior = noisy.prior_of(dataset.x_test[:2000])
-    for sigma in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 2.0):
-        changes = {"sigma": sigma}
-        spears = [
-            spear_once(staged("fed-cdp-sound", 4, 200, seed, changes), 4, seed) for seed in range(tries)
-        ]
-        stolen = attack.steal(attack.stage("fed-cdp-sound", "mnist", bins=512, batch=32, changes={**changes, "limit": 6000}),
-                              "imprint", batch=32)  # fmt: skip
-        errors, labels = [], []
-        values = {"dataset": "mnist", "limit": 6000, "recipe": "fed-cdp-sound", "clients": 2, "partition": "iid", "rounds": 1,
-                  "local_steps": 1, "batch_size": 1, "learning_rate": 1.0, "model": "logistic",
-                  "model_options": {"bias": False, "zero": True}}  # fmt: skip
-        head = prepare(make_config(values, changes))
-        for row in np.asarray(head.partition.rows(0))[: 4 * tries]:
-            seen = view(head.task, start(head.task, head.initial), "type0", 0, rows=np.array([row])).values
-            guess, label = noisy.head_attack(
-                -seen.reshape(1, 10, 784), np.zeros((10, 784)), prior, deviation=sigma, bound=1.0
-            )
-            truth = head.task.x[row].reshape(-1)
-            scale = float(truth @ guess / max(guess @ guess, 1e-12))  # a clipped gradient hides the length
-            errors.append(float(np.mean((np.clip(scale * guess, 0, 1) - truth) ** 2)))
-            labels.append(label == int(head.task.y[row]))
-        epsilon = gaussian_epsilon(1 / sigma, DELTA) if sigma > 5e-3 else float("inf")
-        print(f"sigma {sigma:g} epsilon {epsilon:.3g}: exact {np.mean(spears):.2f}, imprint {stolen.share:.2f} "
-              f"(control {stolen.control:.2f}), head with prior MSE {np.mean(errors):.4f} "
-              f"label {np.mean(labels):.2f}", flush=True)  # fmt: skip
-    blind = np.mean([np.mean((np.clip(prior.mean, 0, 1) - x.reshape(-1)) ** 2) for x in dataset.x[:200]])
-    print(f"prior mean alone: MSE {blind:.4f}")
-
-
 def malicious(small: bool) -> None:
     """Malicious models against plain averaging and fed-cdp-sound at epsilon 2 in one round."""
     for dataset in ("mnist",) if small else ("mnist", "cifar10"):
@@ -246,7 +207,6 @@ if __name__ == "__main__":
         "exact": exact,
         "text": text,
         "private": private,
-        "curve": curve,
         "malicious": malicious,
     }
     commands[sys.argv[1]]("--small" in sys.argv)
