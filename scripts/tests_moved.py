@@ -1,0 +1,153 @@
+#!/usr/bin/env python
+"""Which tests of an earlier tree are gone, and what holds their contract today: writes docs/tests-moved.md.
+
+    python scripts/tests_moved.py a278334        # the last commit of 0.1, before the code was rebuilt from parts
+
+A test with the same name lives on, wherever its file went (those are only counted). A name that is gone is listed with its
+replacement: from REPLACED below where somebody decided, else the test of today with the most similar body, which must share
+more than half of its words with the old one. Whatever has neither is listed as "no replacement" for somebody to decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from io import StringIO
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+PAGE = HERE / "docs" / "tests-moved.md"
+LIKE = 0.5
+# ruff: noqa: E501
+# Old name -> "file::name" of today, and what else is to say.
+REPLACED = {
+    "test_a_failing_node_does_not_quote_its_data":
+        "`tests/flower/test_contract.py::test_trouble_with_the_data_changes_neither_the_form_of_a_reply_nor_the_charge`: unreadable "
+        "data no longer fail in a way that could be told",
+    "test_results_do_not_depend_on_chunk_size_to_the_last_bit":
+        "`tests/federation/test_loop.py::test_the_chunk_size_changes_nothing`: the function under test ran nowhere; the loop that "
+        "runs is tested",
+    "test_the_weighted_mean_is_the_weighted_mean_and_zero_leaves_out":
+        "`tests/protect/test_udp.py::test_dp_fedavg_clips_each_client_and_divides_by_a_fixed_number`: the weighted mean ran nowhere "
+        "and is gone; the mean that runs divides by a fixed number",
+    "test_example_noise_is_the_sum_of_one_draw_per_example":
+        "`tests/protect/test_recipe.py::test_impossible_combinations_are_refused_with_a_reason`: noise on every example is refused "
+        "for laws that do not add up; for Gaussian noise "
+        "`tests/protect/test_engines_add_the_noise.py::test_an_update_of_nothing_is_the_claimed_noise_to_the_last_integer`",
+    "test_gaussian_noise_of_a_plan_is_its_stream_scaled":
+        "`tests/protect/test_noised.py::test_gaussian_noise_is_its_stream_times_the_scale`",
+    "test_grid_noise_is_gaussian_with_one_sensitivity":
+        "`tests/protect/test_noised.py::test_noise_on_a_grid_has_one_scale_for_all_coordinates`: every law has a form on a grid now",
+    "test_without_a_grid_noised_sum_adds_the_step_noise":
+        "`tests/protect/test_noised.py::test_gaussian_noise_is_its_stream_times_the_scale`",
+    "test_each_product_of_a_batch_has_the_bits_it_has_alone":
+        "`tests/training/torch/test_stacked.py::test_each_examples_product_has_the_bits_it_has_alone`",
+}  # fmt: skip
+
+Tests = dict[str, tuple[str, str]]  # "file::name" -> (name, source)
+
+
+def tests_in(path: str, source: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield f"{path}::{node.name}", (node.name, ast.get_source_segment(source, node) or "")
+
+
+def before(commit: str) -> Tests:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True).stdout
+
+    names = [n for n in git("ls-tree", "-r", "--name-only", commit, "tests").split() if n.endswith(".py")]
+    return dict(pair for name in names for pair in tests_in(name, git("show", f"{commit}:{name}")))
+
+
+def today() -> Tests:
+    files = sorted((HERE / "tests").rglob("*.py"))
+    return dict(pair for f in files for pair in tests_in(f.relative_to(HERE).as_posix(), f.read_text("utf-8")))
+
+
+def words(source: str) -> list[str]:
+    """A test's tokens: what formatting and line breaks do not change."""
+    kinds = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
+    try:
+        return [t.string for t in tokenize.generate_tokens(StringIO(source).readline) if t.type in kinds]
+    except (tokenize.TokenError, IndentationError):
+        return source.split()
+
+
+def nearest(source: str, candidates: Tests, known: dict[str, list[str]]) -> tuple[str, float]:
+    mine, best, most = words(source), "", 0.0
+    for key in candidates:
+        match = SequenceMatcher(None, mine, known[key], autojunk=False)
+        if match.real_quick_ratio() > most and match.quick_ratio() > most and (found := match.ratio()) > most:
+            best, most = key, found
+    return best, most
+
+
+def changed(old: Tests, new: Tests) -> dict[str, list[str]]:
+    """old key -> the tests of today with its name, for those that were rewritten: less than 80 % of their words remain."""
+    by_name: dict[str, list[str]] = {}
+    for key, (name, _) in new.items():
+        by_name.setdefault(name, []).append(key)
+    out = {}
+    for key, (name, source) in old.items():
+        alike = [SequenceMatcher(None, words(source), words(new[k][1]), autojunk=False).ratio() for k in by_name.get(name, ())]
+        if alike and max(alike) < 0.8:
+            out[key] = by_name[name]
+    return out
+
+
+def page(commit: str) -> tuple[str, list[str]]:
+    old, new = before(commit), today()
+    names = {name for name, _ in new.values()}
+    gone = {key: value for key, value in old.items() if value[0] not in names}
+    known = {key: words(source) for key, (_, source) in new.items()}
+    rows, open_ones = [], []
+    for key, (name, source) in sorted(gone.items()):
+        if name in REPLACED:
+            rows.append((key, REPLACED[name]))
+            continue
+        best, ratio = nearest(source, new, known)
+        rows.append((key, best if ratio >= LIKE else "no replacement"))
+        if ratio < LIKE:
+            open_ones.append(f"{key} (nearest: {best}, {ratio:.2f})")
+    rewritten = changed(old, new)
+    lines = [
+        "# Tests that moved",
+        "",
+        f"Made by `python scripts/tests_moved.py {commit}` from the tests of the tree before the code was rebuilt from parts and",
+        f"those of today: {len(old)} tests then, {len(new)} now. {len(old) - len(gone)} live on under their name ({len(rewritten)} of them rewritten, "
+        f"second list), {len(gone)} are gone or renamed",
+        "(first list). Replacements were matched by the likeness of their code, or decided by hand; `tests/test_tests_moved.py` checks that each exists.",
+        "",
+        "## Gone or renamed",
+        "| test then | what holds it today |",
+        "|---|---|",
+        *(f"| `{key}` | {f'`{to}`' if '::' in to and '`' not in to else to} |" for key, to in rows),
+        "",
+        "## Rewritten under the same name",
+        "| test then | today |",
+        "|---|---|",
+        *(f"| `{key}` | {', '.join(f'`{k}`' for k in keys)} |" for key, keys in sorted(rewritten.items())),
+        "",
+    ]
+    return "\n".join(lines), open_ones
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit")
+    text, open_ones = page(parser.parse_args().commit)
+    PAGE.write_text(text, "utf-8")
+    for one in open_ones:
+        print(f"no replacement: {one}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
