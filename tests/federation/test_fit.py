@@ -7,7 +7,7 @@ import pytest
 
 import fedveil as fv
 from fedveil.errors import UserError
-from fedveil.federation import loop
+from fedveil.federation import fit, loop
 from fedveil.federation.fit import choose, usual_delta
 from fedveil.privacy.ledger import Ledger
 
@@ -166,3 +166,29 @@ def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault,
         monkeypatch.undo()
         fv.fit(write_csv(tmp_path / "patients.csv", columns()), target="outcome", group="site", epsilon=4,
                out=tmp_path / "run", **more)  # fmt: skip
+
+
+def reviews(rows=900):
+    """Texts whose words tell the answer; few different ones, so that a network reads them quickly."""
+    random = np.random.default_rng(0)
+    liked = random.random(rows) < 0.5
+    good, bad = (random.choice(words, (rows, 2)) for words in (["good", "lovely", "fine"], ["bad", "poor"]))
+    words = np.where(liked[:, None], good, bad)
+    return {
+        "note": np.array([f'"the film was {a}, its end {b}"' for a, b in words]),
+        "verdict": np.where(liked, "yes", "no"), "site": random.choice(["A", "B", "C"], rows),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", ["words", "minilm"])
+def test_a_column_of_texts_trains_with_minilm_or_else_with_words_and_says_which(reader, tmp_path, monkeypatch):
+    if reader == "minilm" and not fit.installed("minilm"):
+        pytest.skip("the extra backbones is not installed")
+    monkeypatch.setattr(fit, "installed", lambda name: reader == "minilm")
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
+    path = write_csv(tmp_path / "reviews.csv", reviews())
+    result = fv.fit(path, target="verdict", text="note", group="site", epsilon=4, out=tmp_path / "run")
+    assert result.accuracy > 0.9 and 3.9 < result.epsilon("server") <= 4
+    said = {"minilm": "MiniLM, a public network", "words": "pip install 'fedveil[backbones]'"}[reader]
+    assert said in result.facts["choices"]["texts"]
+    assert result.facts["found"] == ["target: classes no, yes"]  # nothing is said of the texts

@@ -38,6 +38,17 @@ WORDS = 1024
 SMALLEST = 8  # side of images that scattering takes
 
 
+TEXTS_AS = {
+    True: "each alone through MiniLM, a public network that was not trained on them",
+    False: f"as counts of {WORDS:,} hashed words; pip install 'fedveil[backbones]' reads them with MiniLM, which learns far more",
+}
+
+
+def counted(number: int, what: str) -> str:
+    """1 column, 2 columns."""
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """A run that is ready to start. lines: (what, the choice and its reason). data: rows that are not in a file."""
@@ -211,12 +222,14 @@ def _table_lines(
     sheet: Sheet, sites: int, share: float, asked: list[str], knots: int, epsilon: float
 ) -> list[tuple[str, str]]:
     columns, rows = sheet.columns, len(sheet.train)
-    features = columns.features(sheet.table)
+    learnt = f"texts of '{columns.text}'" if columns.text else counted(len(columns.features(sheet.table)), "column")
     lines = [(
         "data",
-        f"{sheet.table.name}: {rows:,} training and {len(sheet.test):,} test rows, {len(features)} columns to learn "
-        f"'{columns.target}' from; test rows are not protected",
+        f"{sheet.table.name}: {rows:,} training and {len(sheet.test):,} test rows, "
+        f"{learnt} to learn '{columns.target}' from; test rows are not protected",
     )]  # fmt: skip
+    if columns.text:
+        lines.append(("texts", TEXTS_AS[installed("minilm")]))
     if columns.group:
         lines.append(("sites", f"{sites} sites by '{columns.group}', one client each; their names and sizes count as public"))
     else:
@@ -224,8 +237,8 @@ def _table_lines(
     if asked:
         lines.append((
             "scaling",
-            f"paid: {len(asked)} undeclared columns (kinds, ranges, words, classes) cost two noised looks for {share:.0%} "
-            "of the budget's square; declared ranges, categories and classes would cost nothing",
+            f"paid: {counted(len(asked), 'undeclared column')} (kinds, ranges, words, classes) cost two noised looks for "
+            f"{share:.0%} of the budget's square; declared ranges, categories and classes would cost nothing",
         ))  # fmt: skip
     elif columns.scaling == "free":
         lines.append(("scaling", "free: undeclared words fall into public places, undeclared numbers are used as they are"))

@@ -237,7 +237,7 @@ def look(sheet: Sheet, holders: Sequence[np.ndarray], cost: Price, observer: str
         spread = second.deviation * math.sqrt(len(parts))
         paid.append(Paid("a noised look at ranges", second.event(), _hash([fine])))
     scales = []
-    for column in sheet.columns.features(sheet.table):
+    for column in [] if sheet.columns.text else sheet.columns.features(sheet.table):  # texts need no constants
         scale = rough.get(column) or declared(sheet, column, knots)
         scales.append(_sharp(scale, fine[column], spread, knots) if column in fine else scale)
     low, high = sheet.columns.ranges.get(sheet.columns.target, (-1.0, 1.0))
