@@ -13,7 +13,7 @@ from fedveil.errors import UserError
 
 
 def register(group: typer.Typer) -> None:
-    for command in (node, link, status, metrics, unit):
+    for command in (node, link, witness, status, metrics, unit):
         group.command()(command)
 
 
@@ -47,6 +47,32 @@ def link(
     from fedveil.flower.supervise import link_parts
 
     _supervise(link_parts(home, tls, host, port), home / "status.json")
+
+
+def witness(
+    home: Annotated[Path, typer.Option(help="Folder of the witness's key and of the heads it signed.")],
+    roster: Annotated[Path, typer.Option(help="Roster of the nodes whose heads it signs.")],
+    listen: Annotated[str, typer.Option(help="tcp:HOST:PORT or unix:PATH.")] = "tcp:127.0.0.1:9470",
+) -> None:
+    """Sign the heads of nodes' ledgers, on a host that is not theirs: one that was rolled back is noticed. Ctrl-C stops it.
+
+    Example:  fedveil flower witness --home /var/lib/witness --roster roster.json --listen tcp:10.0.0.9:9470
+    """
+    from fedveil.flower import books, identity
+    from fedveil.flower.roster import read_roster
+    from fedveil.flower.witness import serving
+
+    nodes = frozenset(member.identity for member in read_roster(roster).members)
+    books.private_folder(home)
+    if not (home / "identity").exists():
+        identity.write_identity(home / "identity")
+    secret = identity.read_identity(home / "identity")
+    with serving(listen, home, secret, nodes) as server:
+        print(f'nodes: --node-config witness="{listen}" witness-key="{identity.public_of(secret).hex()}"', flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("stopped")
 
 
 def _supervise(parts: Any, status: Path) -> None:

@@ -296,7 +296,7 @@ def anchor(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare a node's ledger with the head that is kept in a second place.
+    """Compare a node's ledger with the head that is kept in a second place, and by the witness if it has one.
 
     Examples:
 
@@ -319,7 +319,7 @@ def anchor(
             lambda: print("forgotten: " + (", ".join(gone) or "nothing was known")),
         )
         return
-    expected = books.read_anchor(books.anchor_path(owner))
+    expected = books.last_known(owner)
     records = journal.read(path).records if path.exists() else ()
     good = expected is None or (expected[0] < len(records) and records[expected[0]].hash == expected[1])
     found = {

@@ -101,6 +101,17 @@ def read_anchor(path: Path) -> tuple[int, str] | None:
     return found["number"], found["hash"]
 
 
+def last_known(owner: Owner) -> tuple[int, str] | None:
+    """The latest head that the anchor or the witness knows; `UserError` if they contradict each other."""
+    from fedveil.flower import witness
+
+    own, named = read_anchor(anchor_path(owner)), witness.of(owner)
+    theirs = None if named is None else witness.ask(*named)
+    if own is not None and theirs is not None and own[0] == theirs[0] and own != theirs:
+        raise UserError(f"{anchor_path(owner)} and the witness know different records {own[0]} of this ledger")
+    return max((head for head in (own, theirs) if head is not None), default=None)
+
+
 def write_anchor(path: Path, head: tuple[int, str], ledger: Path) -> None:
     """Keep the head in the second place, in one step and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,13 +151,13 @@ def open_ledger(owner: Owner, contract: Contract, secure: bool) -> Any:
     waited = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
-            expected = read_anchor(anchor)
+            expected = last_known(owner)
             if _begun(path):
                 ledger = Ledger.open(path, expected)
                 break
             if expected is not None:
                 raise UserError(
-                    f"{path} is gone or empty, but {anchor} knows of record {expected[0]}. Put the ledger back from a copy. "
+                    f"{path} is gone or empty, but {anchor} or the witness knows of record {expected[0]}. Put it back. "
                     "If it is lost for good, what was spent is unknown: `fedveil flower anchor --forget` starts a new one, and a "
                     "contract with a smaller epsilon is due"
                 )
@@ -192,6 +203,8 @@ def charge(
     The server chooses each round's noise, possibly after what it saw, so the budget is a Rényi filter: sound claims ask for
     it (`privacy.filters.adaptive`). Returns the head.
     """
+    from fedveil.flower import witness
+
     note = limits.canonical({"time": stamp(), **(origin or {})}).decode()
     release = replace(release, note=note)
     with open_ledger(owner, contract, secure) as ledger:
@@ -205,7 +218,10 @@ def charge(
         try:
             ledger.spend(release)
             write_anchor(anchor_path(owner), ledger.head, ledger_path(owner.home))
-        except OSError as wrong:
+            named = witness.of(owner)
+            if named is not None:
+                witness.ask(*named, ledger.head)
+        except (OSError, UserError) as wrong:
             log(owner.home, f"LEDGER: {wrong}")
             raise Refused(NEEDS_OWNER) from None
         return ledger.head

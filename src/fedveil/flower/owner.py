@@ -44,7 +44,7 @@ __all__ = ["Owner", "Policy", "Refused", "contract_of", "deployable", "owner_of"
 
 NODE_KEYS = (
     "home", "policy", "contract", "contract-digest", "contract-owner", "identity", "anchor", "data", "datasets",
-    "partition-id", "num-partitions", "trainer", "shuffler", "roster",
+    "partition-id", "num-partitions", "trainer", "shuffler", "roster", "witness", "witness-key",
 )  # fmt: skip
 HINT = (
     "a policy file says nothing about columns, classes and target, so the server would choose them. Write a contract: "
@@ -61,7 +61,7 @@ class Owner:
     file; without it the node plays part `client` of a built-in dataset (for trying out). datasets: folder of the
     built-in datasets. identity: file of the key that signs replies. anchor: second place where the head of the ledger
     is kept. trainer: socket of the persistent trainer. shuffler: address of the shuffler. roster: file of all nodes' keys,
-    for secure sums.
+    for secure sums. witness, witness_key: address and public key of the host that signs the ledger's head.
     """
 
     home: Path
@@ -77,6 +77,8 @@ class Owner:
     trainer: str = ""
     shuffler: str = ""
     roster: str = ""
+    witness: str = ""
+    witness_key: str = ""
 
 
 @dataclass(frozen=True)

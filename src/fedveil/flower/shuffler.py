@@ -325,7 +325,7 @@ async def serve(
             writer.close()
             await writer.wait_closed()
 
-    kind, where = _address(address)
+    kind, where = address_of(address)
     if kind == "unix":
         with contextlib.suppress(FileNotFoundError):
             os.unlink(where)
@@ -376,7 +376,7 @@ async def facts_of(address: str) -> dict[str, Any]:
 
 
 async def _ask(address: str, header: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
-    kind, where = _address(address)
+    kind, where = address_of(address)
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(where)
     else:
@@ -406,7 +406,8 @@ async def _ask(address: str, header: dict[str, Any], data: bytes = b"") -> tuple
     return reply, body
 
 
-def _address(text: str) -> tuple[str, Any]:
+def address_of(text: str) -> tuple[str, Any]:
+    """("unix", path) or ("tcp", (host, port))."""
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
         return "unix", rest
@@ -463,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.expected,
             options.deadline,
         )
-        _address(options.listen)
+        address_of(options.listen)
         server_key = read_key(options.server_key)
         roster = read_roster(options.roster, pinned=options.roster_digest) if options.roster else None
         if roster is None:
