@@ -308,6 +308,24 @@ def test_run_ends_with_the_runs_true_status(
     assert "Traceback" not in found.output
 
 
+def test_from_another_host_rounds_are_shown_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_project(tmp_path / "p", make_config({"recipe": "fed-cdp"}), {"out": "/nowhere/on/this/host"})
+    states, logs = iter(["running", "running", "finished:completed"]), ["", "round 1/2: a\n", "round 1/2: a\nround 2/2: b\n"]
+    asked: list[str] = []
+
+    def flwr(_: Any, *words: str) -> subprocess.CompletedProcess[str]:
+        asked.append(words[0])
+        return subprocess.CompletedProcess([], 0, logs[min(len(asked), 3) - 1], "")
+
+    monkeypatch.setattr(stack, "submit", lambda *_: 7)
+    monkeypatch.setattr(stack, "status", lambda *_: next(states))
+    monkeypatch.setattr(stack, "flwr", flwr)
+    found = CliRunner().invoke(build(), ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"])
+    assert found.exit_code == 0 and found.output.count("round 1/2") == found.output.count("round 2/2") == 1
+
+
 def test_a_killed_server_process_is_continued_and_a_run_under_way_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,3 +229,12 @@ def test_wrong_options_end_with_code_2_and_a_reason(capsys: pytest.CaptureFixtur
     assert shuffler.main(["--listen", "unix:x", *common, "--minimum", "1"]) == 2
     with pytest.raises(UserError, match="64 hex"):
         shuffler.read_key("g" * 64)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 32, b"", b"ab" * 31, b"0" * 10_000])
+def test_a_file_that_holds_no_key_is_refused_with_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(UserError, match="key"):
+        shuffler.read_key(str(tmp_path / "key"))
+    with pytest.raises(UserError, match="no readable file"):
+        shuffler.read_key("a\0b")

@@ -307,6 +307,7 @@ class _Course:
     state: str = "submitted"
     begun_again: int = 0
     shown: int = 0
+    told: int = 0  # rounds shown from the run's log
     stage: str = ""
     looked: float = 0.0
     missed: float = 0.0  # since when link or executor are gone
@@ -321,7 +322,7 @@ class _Course:
         self.begun_again += 1
         print(f"run {self.number}: the server's process ended without a word (killed?); continuing from its last "
               "checkpoint", file=sys.stderr)  # fmt: skip
-        self.number, self.state = _begin(self.env, self.project, self.name), "submitted"
+        self.number, self.state, self.told = _begin(self.env, self.project, self.name), "submitted", 0
         self.looked = time.monotonic()
         return True
 
@@ -335,6 +336,8 @@ class _Course:
             self.state, self.looked = stack.status(self.env, self.number, self.name), time.monotonic()
             if self.home is not None:
                 self._mind_processes(self.home)
+            elif not self.quiet and not self.out.exists():  # the folder is on another host: the run's log has the rounds
+                self.told = _follow_log(self.env, self.number, self.name, self.told)
 
     def _mind_processes(self, home: Path) -> None:
         """Say which processes ended; give up when those that a run needs stay away."""
@@ -433,6 +436,19 @@ def _follow(out: Path, rounds: int, shown: int, quiet: bool) -> int:
     for line in [] if quiet else lines[shown:]:
         print(_line(line, rounds), file=sys.stderr, flush=True)
     return len(lines)
+
+
+def _follow_log(env: dict[str, str], number: int, name: str, told: int) -> int:
+    """Print the rounds of the run's log that are new; returns how many there are."""
+    import re
+    import sys
+
+    from fedveil.flower import limits, stack
+
+    found = re.findall(r"round \d+/\d+: .*", stack.flwr(env, "log", str(number), name, "--show").stdout)
+    for text in found[told:]:
+        print(limits.plain(text, 200), file=sys.stderr, flush=True)
+    return max(told, len(found))
 
 
 def _stage(out: Path, before: str) -> str:

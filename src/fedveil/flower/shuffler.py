@@ -422,8 +422,8 @@ def read_key(text: str) -> bytes:
     content = text
     if len(text) != 64:
         try:
-            content = Path(text).read_text().strip()
-        except OSError as error:
+            content = limits.read_file(text, "key", 200).decode("ascii", "replace").strip()
+        except (UserError, ValueError) as error:
             raise UserError(f"key {text!r}: not 64 hex digits and no readable file ({error}).") from error
     try:
         key = bytes.fromhex(content)
