@@ -76,8 +76,7 @@ def rounds(nodes: int, examples: int, repeats: int) -> dict[str, float]:
         updates = {node: train(node) for node in range(1, nodes + 1)}
         middle = time.process_time()
         vectors = {
-            node: noise.on_grid(parameters, update)
-            + noise.share(parameters, derive(number, "share", node)[:16])
+            node: noise.noised(parameters, update, derive(number, "share", node)[:16])
             for node, update in updates.items()
         }
         sharing = time.process_time() - middle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -124,3 +125,43 @@ def test_every_process_of_ours_runs_without_telemetry(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     for part in supervise.node_parts(tmp_path):
         assert part.env["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+def test_the_superlinks_database_waits_for_a_lock_instead_of_answering_with_an_error(tmp_path: Path) -> None:
+    from sqlalchemy import create_engine, text
+
+    from fedveil.flower import stack
+
+    engine = create_engine(stack.database(tmp_path / "state.db"), connect_args={"check_same_thread": False})
+    with engine.connect() as connection:
+        assert connection.execute(text("PRAGMA busy_timeout")).scalar() == 120_000
+    assert (tmp_path / "state.db").exists()
+
+
+def test_a_node_asks_again_after_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's SuperNode ends with an answer 500 to any of its requests; ours does not."""
+    import httpx
+    from flwr.supercore.retry import http_retry
+    from flwr.supernode import start_client_internal
+
+    from fedveil.flower import lightnode
+
+    if not lightnode.known():
+        pytest.skip("another version of Flower runs as it is")
+    for module, name in ((start_client_internal, "time"), (start_client_internal, "subprocess")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # set back after the test
+    monkeypatch.setattr(http_retry, "_RETRYABLE_STATUS_CODES", http_retry._RETRYABLE_STATUS_CODES)
+    answers = [500, 500, 200]
+
+    def asked() -> int:
+        code = answers.pop(0)
+        response = httpx.Response(code, request=httpx.Request("POST", "https://127.0.0.1/v1/fleet/pull-messages"))
+        response.raise_for_status()
+        return code
+
+    cli = importlib.import_module("flwr.supernode.cli.flower_supernode")  # the package has a function of this name
+    monkeypatch.setattr(cli, "flower_supernode", lambda: None)
+    lightnode.supernode()
+    invoker = http_retry.make_simple_http_retry_invoker()
+    invoker.wait_function = lambda seconds: None
+    assert invoker.invoke(asked) == 200

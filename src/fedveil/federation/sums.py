@@ -147,7 +147,7 @@ def share_key(task: Task, now: Moment, client: int) -> bytes:
 
 def vector_of(task: Task, now: Moment, parameters: Parameters, client: int, update: np.ndarray) -> np.ndarray:
     """What a client puts under its masks: its sum in grid steps with its share of the noise."""
-    return noise.on_grid(parameters, update) + noise.share(parameters, share_key(task, now, client))
+    return noise.noised(parameters, update, share_key(task, now, client))
 
 
 def opened(

@@ -51,6 +51,8 @@ def supernode() -> None:
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     if known():
+        from flwr.supercore.retry import http_retry
+
         start = inner.subprocess.Popen
 
         class Processes:
@@ -67,6 +69,8 @@ def supernode() -> None:
                     command = [sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]]
                 return start(command, **more)
 
+        # An error of the server is worth another try: a node that ends with it is lost to its federation.
+        http_retry._RETRYABLE_STATUS_CODES |= {500}
         inner.time = _Clock({3: LOOK, 0.5: SHORT})  # type: ignore[attr-defined, assignment]
         inner.subprocess = Processes()  # type: ignore[attr-defined, assignment]
     flower_supernode()

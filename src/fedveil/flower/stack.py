@@ -375,6 +375,12 @@ def read(folder: Path) -> Stack:
     return Stack(folder.absolute(), facts["port"], facts["insecure"], facts["nodes"], processes)
 
 
+def database(path: Path) -> str:
+    """The SuperLink's database as its option takes it. On a busy machine it waits for a lock longer than SQLite's 5 s, after
+    which Flower answers a node with an error, and the node ends."""
+    return f"sqlite:///{path.absolute()}?timeout=120"
+
+
 def start_superlink(stack: Stack, env: Mapping[str, str] = {}) -> Stack:
     """SuperLink and its SuperExec as separate processes: a run survives a restart of the SuperLink."""
     folder, where = stack.folder, f"{HOST}:{stack.port}"
@@ -386,7 +392,7 @@ def start_superlink(stack: Stack, env: Mapping[str, str] = {}) -> Stack:
     link = start(
         [
             program("flower-superlink"), *tls, "--isolation", "process", *secret, "--host", HOST, "--port", str(stack.port),
-            "--database", str(folder / "state.db"), "--disable-runtime-dependency-installation",
+            "--database", database(folder / "state.db"), "--disable-runtime-dependency-installation",
         ],
         folder / "logs/superlink.log",
         {**stack.environment, **env},

@@ -198,8 +198,8 @@ def link_parts(home: Path, tls: Path, host: str, port: int) -> list[Part]:
     link = (
         stack.program("flower-superlink"), "--ssl-certfile", str(tls / "server.crt"), "--ssl-keyfile", str(tls / "server.key"),
         "--ssl-ca-certfile", str(tls / "ca.crt"), "--enable-supernode-auth", "--isolation", "process",
-        "--superexec-auth-secret-file", str(secret), "--host", host, "--port", str(port), "--database", str(home / "state.db"),
-        "--disable-runtime-dependency-installation",
+        "--superexec-auth-secret-file", str(secret), "--host", host, "--port", str(port),
+        "--database", stack.database(home / "state.db"), "--disable-runtime-dependency-installation",
     )  # fmt: skip
     executor = (
         stack.program("flower-superexec"), "--runtime-api-address", f"{host}:{port}", "--root-certificates", str(tls / "ca.crt"),

@@ -128,9 +128,9 @@ def _failed(coordinator: Coordinator, reason: str) -> Coordinator:
 
 def _take(c: Coordinator, data: bytes) -> Coordinator:
     """The state with this answer in it."""
-    head, vector = data, b""
+    head, vector = data, memoryview(b"")
     if c.stage == VECTOR:
-        head, vector = data[: messages.HEADER_SIZE], data[messages.HEADER_SIZE :]
+        head, vector = data[: messages.HEADER_SIZE], memoryview(data)[messages.HEADER_SIZE :]
     sender, body = messages.unpack(c.context, head, c.session.roster)
     kinds = (messages.Keys, messages.Shares, messages.Header, messages.Agreement, messages.Reveal)
     if not isinstance(body, kinds[c.stage]):
@@ -172,7 +172,7 @@ def _take_shares(c: Coordinator, sender: int, body: messages.Shares) -> Coordina
     return replace(c, boxes=boxes)
 
 
-def _take_vector(c: Coordinator, sender: int, body: messages.Header, vector: bytes) -> Coordinator:
+def _take_vector(c: Coordinator, sender: int, body: messages.Header, vector: memoryview) -> Coordinator:
     parameters = c.session.parameters
     if len(vector) != parameters.size * parameters.word // 8:
         raise BadMessage(f"node {sender} sent {len(vector)} bytes instead of {parameters.size} words")

@@ -52,6 +52,13 @@ def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
     return units
 
 
+def noised(parameters: Parameters, values: np.ndarray, key: bytes) -> np.ndarray:
+    """A node's sum in grid steps with its share of the noise: what it masks. `key` as for `share`."""
+    units = on_grid(parameters, values)
+    units += share(parameters, key)
+    return units
+
+
 def multiplier(parameters: Parameters, shares: int | None = None) -> float:
     """Noise multiplier of the Gaussian mechanism that the opened sum post-processes, rounding counted.
 

@@ -103,10 +103,15 @@ class Move:
     """What follows: sync `record` first, then send `messages`. ready: the node may now upload its vector."""
 
     party: Party
-    record: bytes = b""
+    cause: bytes = field(default=b"", repr=False)  # what is answered for the first time
     messages: tuple[bytes, ...] = ()
     refused: str = ""
     ready: bool = False
+
+    @property
+    def record(self) -> bytes:
+        """For the journal; empty if nothing new is sent."""
+        return _record(self.party.stage, self.cause, self.messages[0]) if self.cause else b""
 
 
 def identity_of(signing: bytes) -> bytes:
@@ -207,14 +212,13 @@ def _box_key(
 
 def _send(party: Party, cause: bytes, message: bytes, **changes) -> Move:
     """The move that sends `message` because of `cause`."""
-    stage = party.stage + 1
     after = replace(
         party,
         sent=(*party.sent, message),
         took=(*party.took, hashlib.sha256(cause).digest()),
         **changes,
     )
-    return Move(after, _record(stage, cause, message), (message,))
+    return Move(after, cause, (message,))
 
 
 def _record(stage: int, cause: bytes, message: bytes) -> bytes:
@@ -461,10 +465,9 @@ def upload(party: Party, vector: np.ndarray) -> Move:
             raise UserError(f"secure sum: node {other} published a key that hides nothing") from None
         seeds.append((seed, 1 if me < other else -1))
     masks.add_all(words, seeds)
-    data = words.tobytes()
-    body = messages.Header(members_digest(party.context, party.members), hashlib.sha256(data).digest())
+    body = messages.Header(members_digest(party.context, party.members), hashlib.sha256(words.data).digest())
     header = messages.pack(party.context, me, body, Ed25519PrivateKey.from_private_bytes(party.signing))
-    return _send(replace(party, waiting=b""), party.waiting, header + data)
+    return _send(replace(party, waiting=b""), party.waiting, b"".join((header, words.data)))
 
 
 def members_digest(context: Context, members: tuple[int, ...]) -> bytes:
