@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -105,3 +107,23 @@ def test_a_device_that_is_not_there_is_one_clear_line(call, tmp_path):
     code, _, said = call("run", "fed-cdp-sound", "--set", "device=cuda", "--out", tmp_path / "a")
     assert code == 2 and "device = cpu" in said and "Traceback" not in said
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("command", [["recipes"], ["--version"]])
+@pytest.mark.parametrize("errors", [subprocess.PIPE, subprocess.STDOUT])
+def test_a_reader_who_goes_does_not_change_the_exit_code(command, errors):
+    """`fedveil … | head -1`: before the first word the reader is gone, so that every write fails."""
+    with subprocess.Popen([sys.executable, "-m", "fedveil", *command], stdout=subprocess.PIPE, stderr=errors) as process:
+        process.stdout.close()
+        said = process.stderr.read() if process.stderr else b""
+        assert process.wait() == 0 and not said, said
+
+
+def test_work_goes_on_when_its_reader_goes():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        stream = cli._patient(gone)
+        for word in ("first", "second"):
+            print(word, file=stream, flush=True)  # a plain stream raises BrokenPipeError here
+        stream.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -198,6 +199,10 @@ def test_the_calculator_answers_and_explains_wrong_input(page: Page, address: st
     page.get_by_label("σ").press("Enter")
     expect(answers.first).not_to_contain_text("0.6009", timeout=WAIT)
     expect(answers.filter(has_text="nominal").first).to_be_visible()
+    page.get_by_label("Wanted ε").fill("0.6009")
+    page.get_by_role("button", name="Find σ").click()
+    expect(page.get_by_label("σ")).to_have_value(re.compile(r"^(5\.99|6\.00)"), timeout=WAIT)
+    expect(answers.first).to_contain_text("0.600", timeout=WAIT)
 
 
 def test_wrong_input_is_explained(page: Page, address: str, allowed: list[str]) -> None:

@@ -169,6 +169,20 @@ def test_the_calculator_says_what_the_accountants_say(page: TestClient) -> None:
     )
 
 
+@pytest.mark.parametrize("numbers", [{"rate": 0.01, "steps": 10_000}, {"steps": 3, "layers": 4}, {"mechanism": "laplace"}])
+def test_the_calculator_finds_the_noise_for_an_epsilon(page: TestClient, numbers: dict[str, Any]) -> None:
+    found = page.get("/api/sigma", params={"epsilon": 1, **numbers}).json()
+    assert 0.99 < found["epsilon"] <= 1 and found["verdict"] == "sound"
+    rows = page.get("/api/epsilon", params={"sigma": found["sigma"], **numbers}).json()
+    assert {r["accountant"]: r["epsilon"] for r in rows}["pld"] == pytest.approx(found["epsilon"])
+
+
+@pytest.mark.parametrize("query", ["epsilon=0", "epsilon=-1", "epsilon=nan", "epsilon=1&steps=0", "epsilon=1&rate=2"])
+def test_a_wanted_epsilon_that_cannot_be_is_explained(page: TestClient, query: str) -> None:
+    answer = page.get(f"/api/sigma?{query}")
+    assert answer.status_code == 400 and len(answer.json()["error"]) > 10
+
+
 def test_layers_weaken_the_calculator_like_a_smaller_sigma() -> None:
     four = {r["accountant"]: r["epsilon"] for r in calculate(sigma=8, layers=4, rate=0.1, steps=100)}
     one = {r["accountant"]: r["epsilon"] for r in calculate(sigma=4, layers=1, rate=0.1, steps=100)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import stat
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import click
 import typer
@@ -51,11 +52,32 @@ def _root(
     """
 
 
+class _Pipe(io.FileIO):
+    """Output whose reader may go (`fedveil run … | head`): the work goes on, what is said from then on is lost."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(memoryview(data).cast("B"))
+
+
+def _patient(stream: TextIO) -> TextIO:
+    """The stream, which shows ? for letters that its terminal does not know and outlives its reader."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.reconfigure(errors="replace")
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) or stream.isatty():
+        return stream
+    stream.flush()
+    raw = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=stream.line_buffering)
+
+
 def main() -> None:
     """Entry point: wrong input, a full disk or a forbidden folder end with one clear line and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII only shows ? for other letters
+    sys.stdout, sys.stderr = _patient(sys.stdout), _patient(sys.stderr)
     try:
         code = typer.main.get_command(build()).main(prog_name="fedveil", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -68,9 +90,6 @@ def main() -> None:
         sys.exit(1)
     except (UserError, BudgetExceeded) as wrong:
         _end(str(wrong))
-    except BrokenPipeError:  # whoever read the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
     except OSError as wrong:
         _end(f"{wrong.filename or 'a file'}: {wrong.strerror or wrong}. Check the path, free space and permissions")
     except RecursionError:

@@ -271,6 +271,14 @@ def _calculator(app: FastAPI, cache: Cache) -> None:
         rows = cache.get(("epsilon", key), None, lambda: calculator.calculate(*key))
         return JSONResponse(plain(rows))
 
+    @app.get("/api/sigma")
+    def sigma(
+        epsilon: float, mechanism: str = "gaussian", rate: float = 1.0, steps: int = 1, delta: float = 1e-5,
+        layers: int = 1, norm: str = "l2", dimension: int = 1,
+    ) -> Response:  # fmt: skip
+        key = (epsilon, mechanism, rate, steps, delta, layers, norm, dimension)
+        return JSONResponse(plain(cache.get(("sigma", key), None, lambda: calculator.find_sigma(*key))))
+
 
 async def _short_body(request: Request) -> str | None:
     """The body of a login, or None as soon as it is longer than any: nobody may fill memory before authentication."""

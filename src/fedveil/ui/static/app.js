@@ -233,6 +233,8 @@ async function showCalculator(now) {
   const pick = (name, label, text, options) => h("div", {}, h("label", { for: name }, label, h("span", { class: "sub" }, text)), h("select", { id: name, name }, options.map(([value, shown]) => h("option", { value }, shown))));
   const out = h("div", { class: "gap", id: "answers", "aria-live": "polite" });
   const honest = h("input", { type: "checkbox", id: "honest", name: "honest" });
+  const wanted = h("input", { id: "wanted", value: "1", inputmode: "decimal", autocomplete: "off" });
+  const find = h("button", { type: "button", id: "find" }, "Find σ");
   const form = h("form", { class: "calc panel", "aria-label": "ε calculator" },
     pick("mechanism", "Mechanism", "kind of noise", [["gaussian", "Gaussian"], ["laplace", "Laplace"], ["staircase", "Staircase"], ["joint-staircase", "Joint staircase"]]),
     field("sigma", "σ", "noise scale over clip bound; larger hides more", {}, "6"),
@@ -243,8 +245,24 @@ async function showCalculator(now) {
     pick("norm", "Clip norm", "how length is measured", [["l2", "L2"], ["l1", "L1"]]),
     field("dimension", "Dimension", "coordinates with noise (Laplace, staircase)", { inputmode: "numeric" }, "1"),
     h("label", { class: "check", for: "honest" }, honest, "pay the whole δ in every method"),
-    h("div", {}, h("button", { type: "submit", class: "primary" }, "Calculate")));
+    h("div", {}, h("button", { type: "submit", class: "primary" }, "Calculate")),
+    h("div", {}, h("label", { for: "wanted" }, "Wanted ε", h("span", { class: "sub" }, "the noise that reaches it is put in its field")), wanted),
+    h("div", {}, find));
   let asked = 0;
+  async function calibrate() {
+    const mine = ++asked;
+    const values = new URLSearchParams(new FormData(form));
+    values.delete("sigma");
+    values.set("epsilon", wanted.value);
+    find.disabled = true;
+    try {
+      const found = await ask("/api/sigma?" + values);
+      if (mine !== asked || now !== visit) return;
+      form.elements.sigma.value = found.sigma;
+      await calculate();
+    } catch (error) { if (mine === asked && now === visit) out.replaceChildren(failed(error)); }
+    finally { find.disabled = false; }
+  }
   async function calculate() {
     const mine = ++asked;
     const values = new URLSearchParams(new FormData(form));
@@ -260,7 +278,9 @@ async function showCalculator(now) {
     } catch (error) { if (mine === asked && now === visit) out.replaceChildren(failed(error)); }
   }
   form.addEventListener("submit", (event) => { event.preventDefault(); calculate(); });
-  form.addEventListener("change", calculate);
+  form.addEventListener("change", (event) => { if (event.target !== wanted) calculate(); });
+  wanted.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); calibrate(); } });
+  find.addEventListener("click", calibrate);
   put(h("div", { class: "head" }, h("h1", { tabindex: -1 }, "ε calculator")), h("p", { class: "lead" }, "What do so many noisy steps reveal about one record? Every accountant answers, with what its number is worth."), form, out);
   main.querySelector("h1").focus({ preventScroll: true });
   await calculate();
