@@ -98,24 +98,6 @@ FloatOut noise(nb::bytes key, int64_t step, int64_t count, int64_t first, int64_
 
 using LongOut = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
-LongOut discrete_normals(nb::bytes key, int64_t step, int64_t count, double sigma, int64_t example, const std::string& isa) {
-    if (key.size() != 16) throw std::invalid_argument("a noise key has 16 bytes");
-    if (count < 0 || count >= int64_t(1) << 31) throw std::invalid_argument("a noise stream has no such values");
-    if (!(sigma > 0 && sigma <= kWidestDiscrete)) throw std::invalid_argument("sigma must be in (0, 2**46]");
-    const Choice choice = choose(isa);
-    int64_t* out = static_cast<int64_t*>(std::malloc(size_t(count > 0 ? count : 1) * sizeof(int64_t)));
-    if (!out) throw std::bad_alloc();
-    nb::capsule owner(out, [](void* p) noexcept { std::free(p); });
-    AesKey schedule;
-    expand_key(reinterpret_cast<const uint8_t*>(key.c_str()), schedule);
-    {
-        nb::gil_scoped_release release;
-        fill_discrete(*choice.noise, cipher_for(isa), {&schedule, uint32_t(step), uint32_t(example), DISCRETE}, sigma, count,
-                      out);
-    }
-    return LongOut(out, {size_t(count)}, owner);
-}
-
 std::vector<std::string> mask_ciphers() {
     std::vector<std::string> out;
     for (const char* name : {"vaes", "aes"})
@@ -232,43 +214,55 @@ Net read_net(const Longs& layers, const Floats& eps, const Longs& unit_begin, in
     return net;
 }
 
-// A workspace. Large ones are kept for the next call: the system needs longer to clear their pages than a small net needs to
-// train.
-struct Room {
+struct Room {  // a workspace
     std::unique_ptr<char, void (*)(void*)> at{nullptr, std::free};
     size_t size = 0;
 };
-constexpr size_t kLargeRoom = size_t(1) << 24, kMostRooms = 2;
-std::mutex spare_mutex;
-std::vector<Room> spare_rooms;
 
-Room take_room(size_t bytes) {
-    {
-        const std::lock_guard<std::mutex> lock(spare_mutex);
-        for (size_t i = 0; i < spare_rooms.size(); ++i)
-            if (spare_rooms[i].size >= bytes) {
-                Room room = std::move(spare_rooms[i]);
-                spare_rooms.erase(spare_rooms.begin() + std::ptrdiff_t(i));
-                return room;
-            }
-        spare_rooms.clear();  // all too small
-    }
-    const size_t page = bytes >= kLargeRoom ? size_t(1) << 21 : 64;
-    Room room;
-    room.size = (bytes + page - 1) / page * page;
-    room.at.reset(static_cast<char*>(std::aligned_alloc(page, room.size)));
-    if (!room.at) throw std::bad_alloc();
+// The one thing that outlives a call: large workspaces, because the system needs longer to clear their pages than a small net
+// needs to train. At most kMostRooms of them and kMostBytes in all; whatever is larger is given back at once. No result depends
+// on what they hold: engine.inc clears or writes every number before it reads it. They are freed with the process.
+class SpareRooms {
+public:
+    Room take(size_t bytes) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (size_t i = 0; i < rooms.size(); ++i)
+                if (rooms[i].size >= bytes) {
+                    Room room = std::move(rooms[i]);
+                    rooms.erase(rooms.begin() + std::ptrdiff_t(i));
+                    return room;
+                }
+            rooms.clear();  // all too small
+        }
+        const size_t page = bytes >= kLargeRoom ? size_t(1) << 21 : 64;
+        Room room;
+        room.size = (bytes + page - 1) / page * page;
+        room.at.reset(static_cast<char*>(std::aligned_alloc(page, room.size)));
+        if (!room.at) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-    if (page > 64) madvise(room.at.get(), room.size, MADV_HUGEPAGE);
+        if (page > 64) madvise(room.at.get(), room.size, MADV_HUGEPAGE);
 #endif
-    return room;
-}
+        return room;
+    }
 
-void keep_rooms(std::vector<Room>& rooms) {
-    const std::lock_guard<std::mutex> lock(spare_mutex);
-    for (Room& room : rooms)
-        if (room.size >= kLargeRoom && spare_rooms.size() < kMostRooms) spare_rooms.push_back(std::move(room));
-}
+    void keep(std::vector<Room>& used) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        size_t held = 0;
+        for (const Room& room : rooms) held += room.size;
+        for (Room& room : used)
+            if (room.size >= kLargeRoom && rooms.size() < kMostRooms && held + room.size <= kMostBytes) {
+                held += room.size;
+                rooms.push_back(std::move(room));
+            }
+    }
+
+private:
+    static constexpr size_t kLargeRoom = size_t(1) << 24, kMostRooms = 2, kMostBytes = size_t(1) << 30;
+    std::mutex mutex;
+    std::vector<Room> rooms;
+};
+SpareRooms spare_rooms;
 
 const float* vector_or_null(nb::handle value, int64_t size, std::vector<nb::object>& keep) {
     if (value.is_none()) return nullptr;
@@ -375,7 +369,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     for (const Client& client : work) bytes = std::max(bytes, choice.engine->workspace(net, plan, client));
     const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
     std::vector<Room> space;
-    for (int i = 0; i < workers; ++i) space.push_back(take_room(size_t(bytes)));
+    for (int i = 0; i < workers; ++i) space.push_back(spare_rooms.take(size_t(bytes)));
     nb::gil_scoped_release release;
     std::atomic<int64_t> next{0};
     auto worker = [&](char* workspace) {
@@ -394,7 +388,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     for (int i = 1; i < workers; ++i) pool.emplace_back(worker, space[size_t(i)].at.get());
     worker(space[0].at.get());
     for (std::thread& thread : pool) thread.join();
-    keep_rooms(space);
+    spare_rooms.keep(space);
 }
 
 }  // namespace
@@ -434,8 +428,6 @@ NB_MODULE(_native, m) {
           nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first"), nb::arg("example"),
           nb::arg("per_lambda"), nb::arg("threshold"), nb::arg("slope_in"), nb::arg("slope_out"),
           nb::arg("isa") = "auto");
-    m.def("discrete_normals", &discrete_normals, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("sigma"),
-          nb::arg("example") = 0, nb::arg("isa") = "auto");
     m.def("train", &train, nb::arg("layers"), nb::arg("eps"), nb::arg("unit_begin"), nb::arg("inputs"),
           nb::arg("outputs"), nb::arg("settings"), nb::arg("x"), nb::arg("labels").none(), nb::arg("targets").none(),
           nb::arg("start"), nb::arg("clients"), nb::arg("delta"), nb::arg("norms"), nb::arg("facts"),

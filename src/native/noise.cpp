@@ -1,6 +1,5 @@
 #include "noise.h"
 
-#include "discrete.h"
 
 #include <algorithm>
 #include <cstring>
@@ -198,45 +197,6 @@ void fill_noise(const NoiseKernels& kernels, Cipher cipher, const Stream& stream
             kernels.laplaces(words, tiles, to);
         if (!whole) std::memcpy(out + done, values + skip, size_t(n) * sizeof(float));
         done += n;
-    }
-}
-
-void fill_discrete(const NoiseKernels& kernels, Cipher cipher, const Stream& stream, double sigma, int64_t count,
-                   int64_t* out) {
-    DiscreteShape shape;
-    shape.t = 1;
-    while (double(shape.t) < sigma) shape.t *= 2;
-    shape.centre = sigma * sigma / double(shape.t);
-    shape.twice = 2.0 * sigma * sigma;
-    for (int k = 0; k < 44; ++k) shape.threshold[k] = exp_minus(k + 1.0) * 0x1p64;
-    constexpr int kMost = 128;
-    alignas(64) uint32_t words[kMost * 8], fresh[kMost * 8];
-    int64_t value[kMost];
-    bool accepted[kMost];
-    int place[kMost];
-    for (int64_t first = 0; first < count; first += kMost) {
-        const int n = int(std::min<int64_t>(kMost, count - first));
-        cipher(*stream.key, uint32_t(2 * first), stream.example, stream.step, DISCRETE, 2 * n, words);
-        for (int i = 0; i < n; ++i) place[i] = i;
-        int waiting = n;
-        for (uint32_t attempt = 1;; ++attempt) {
-            kernels.discrete(words, waiting, shape, value, accepted);
-            int left = 0;
-            for (int i = 0; i < waiting; ++i) {  // a refused value is written too, and replaced later
-                out[first + place[i]] = value[i];
-                place[left] = place[i];
-                left += !accepted[i];
-            }
-            if (!left) break;
-            waiting = left;
-            const uint32_t example = stream.example | attempt << 16;
-            const bool many = 8 * left > n;  // then it is faster to encipher all
-            if (many) cipher(*stream.key, uint32_t(2 * first), example, stream.step, DISCRETE, 2 * n, fresh);
-            for (int i = 0; i < left; ++i) {
-                if (many) std::memcpy(words + 8 * i, fresh + 8 * place[i], 32);
-                else cipher(*stream.key, uint32_t(2 * (first + place[i])), example, stream.step, DISCRETE, 2, words + 8 * i);
-            }
-        }
     }
 }
 

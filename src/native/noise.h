@@ -17,18 +17,12 @@ Cipher best_cipher();      // the fastest this CPU has
 Cipher portable_cipher();  // tables, any CPU
 bool has_vaes();
 
-enum Purpose : uint32_t { NORMAL = 1, LAPLACE = 2, STAIRCASE = 3, JOINT = 4, DISCRETE = 5 };
+enum Purpose : uint32_t { NORMAL = 1, LAPLACE = 2, STAIRCASE = 3, JOINT = 4 };
 
 struct StaircaseShape {
     float per_lambda;
     uint32_t threshold;
     float slope_in, slope_out;
-};
-
-struct DiscreteShape {
-    int64_t t;  // a power of two, at least sigma
-    double centre, twice;
-    double threshold[44];
 };
 
 struct ExactKernels;  // exact.h
@@ -38,8 +32,6 @@ struct NoiseKernels {
     void (*normals)(const uint32_t* words, int tiles, float* out);                             // 32 values a tile
     void (*laplaces)(const uint32_t* words, int tiles, float* out);                            // 32 values a tile
     void (*staircases)(const uint32_t* words, int tiles, float* out, const StaircaseShape&);  // 16 values a tile
-    // Candidates of 8 words each: integers, and whether they are accepted.
-    void (*discrete)(const uint32_t* words, int candidates, const DiscreteShape&, int64_t* out, bool* accepted);
     // Cipher and normals in one loop; needs VAES; null: there is none.
     void (*normals_with_cipher)(const AesKey& key, uint32_t first, uint32_t example, uint32_t step, int tiles, float* out);
     const ExactKernels* exact;
@@ -53,10 +45,5 @@ struct Stream {
 // Values first … first + count of a stream.
 void fill_noise(const NoiseKernels& kernels, Cipher cipher, const Stream& stream, const StaircaseShape* shape,
                 int64_t first, int64_t count, float* out);
-
-// The first `count` integers of a discrete Gaussian stream.
-void fill_discrete(const NoiseKernels& kernels, Cipher cipher, const Stream& stream, double sigma, int64_t count,
-                   int64_t* out);
-constexpr double kWidestDiscrete = 0x1p46;
 
 }  // namespace fedveil

@@ -106,7 +106,7 @@ def test_a_contract_allows_its_study_and_nothing_beside_it(study: Path) -> None:
     assert agreed.data.classes == ("flu", "healthy") and agreed.bounds.clip == (4.0, 4.0)
     assert agreed.bounds.learning_rate == (0.0, 0.1) and agreed.epsilon == 20.0
     assert "digest " + agreed.digest in cli("contract", "flu.toml")
-    later = onboard.with_examples(agreed, 50)
+    later = replace(agreed, data=replace(agreed.data, examples=50))
     contract.write_contract(Path("flu-2.toml"), later)
     assert "data.examples: 40 -> 50" in cli("contract", "flu-2.toml", "--diff", "flu.toml")
     table(Path("mine.csv"), 39, 4)

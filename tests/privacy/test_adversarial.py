@@ -305,7 +305,7 @@ def test_joint_staircase_sampled_pair(lam, d, seed):
     assert set(np.round(losses / lam).astype(int)) <= {-1, 0, 1}
 
 
-def test_group_privacy_and_quantile_split():
+def test_group_privacy():
     epsilon, delta = formulas.group(0.5, 1e-6, 3)
     assert (epsilon, delta) == (1.5, pytest.approx(3e-6 * math.exp(1.0)))
     assert formulas.group(5.0, 1e-6, 400)[1] == math.inf
@@ -313,8 +313,6 @@ def test_group_privacy_and_quantile_split():
     single = formulas.gaussian_epsilon(4.0, 1e-6)
     grown, paid = formulas.group(single, 1e-6, 3)
     assert formulas.gaussian_delta(4.0 / 3, grown) <= paid
-    left = formulas.quantile_split(6.0, 5.0)
-    assert left**-2 + (2 * 5.0) ** -2 == pytest.approx(6.0**-2)
 
 
 def test_visible_participation_bound_is_met_exactly():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedveil.errors import UserError
 from fedveil.privacy.accountants import answer
-from fedveil.privacy.calibrate import Budget, calibrate, calibrate_clients, compare_mechanisms, steps_within
+from fedveil.privacy.calibrate import calibrate, compare_mechanisms, steps_within
 from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.formulas import gaussian_epsilon
 
@@ -72,20 +72,6 @@ def test_steps_within_is_the_last_number_that_fits():
 
     assert epsilon(count) <= 2.0 < epsilon(count + 1)
     assert steps_within(0.01, 1e-5, multiplier=1.0) == 0
-
-
-def test_clients_may_have_their_own_budgets_and_mechanisms():
-    budgets = [
-        Budget(1.0, 1e-5),
-        Budget(2.0, 1e-6, "laplace"),
-        Budget(1.0, 1e-5),
-        Budget(4.0, 1e-5, "staircase"),
-    ]
-    found = calibrate_clients(budgets, steps=50, sampling=POISSON)
-    assert found[0] is found[2]
-    assert [c.mechanism for c in found] == ["gaussian", "laplace", "gaussian", "staircase"]
-    for budget, one in zip(budgets, found, strict=True):
-        assert 0.999 * budget.epsilon <= one.epsilon <= budget.epsilon
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace", "staircase"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 
 from fedveil.privacy import formulas, papers, renyi, schedules, shuffle
 from fedveil.privacy.accountants import answer, participation_epsilon
@@ -14,8 +14,9 @@ from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.mechanisms import Laplace, Staircase, TwoValued
 from fedveil.privacy.vectors import vector_guarantee
-from fedveil.protect.clip import Clip
-from fedveil.protect.law import NOISE_ON
+from fedveil.protect.clip import Clip, Quantile
+from fedveil.protect.law import NOISE_ON, Gaussian
+from fedveil.protect.noised import Noised
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "golden_privacy.json").read_text())
 CLASSIC = math.sqrt(2 * math.log(125000))
@@ -172,7 +173,7 @@ CHECKS = {
     "noise_variants": lambda c: [
         6 * NOISE_ON[on].factor(5) / Clip(kind="layer").joint(1.0, 3) for on in ("sum", "example", "mean")
     ],
-    "quantile": lambda c: formulas.quantile_split(6, 5),
+    "quantile": lambda c: left_beside_a_count(c["params"]),
     "l2max_1d": lambda c: [
         float(stats.norm.sf(10, m, s) + stats.norm.cdf(-10, m, s)) for m, s in ((0.1, 0.6), (2.05, 24.0))
     ],
@@ -218,6 +219,16 @@ CHECKS = {
     "client_amp": lambda c: visible_clients(c["params"]),
 }
 SPECIAL = ("std_needed", "stair_pld", "nominal_q")
+
+
+def left_beside_a_count(params):
+    """The multiplier of the sum that, with the noised count of the quantile rule beside it, is worth z in all."""
+    beside = Quantile(count_noise=params["sigma_b"]).beside()
+
+    def worth(multiplier):
+        return Noised(Gaussian(), multiplier, 1.0, 1, beside=beside).event().noise.multiplier
+
+    return optimize.brentq(lambda m: worth(m) - params["z"], params["z"], 100 * params["z"], xtol=1e-12)
 
 
 def check_for(case):

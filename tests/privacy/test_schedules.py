@@ -12,10 +12,8 @@ from fedveil.privacy.schedules import (
     AUTHORS_ROUND_SIGMA,
     AUTHORS_STEP_EPSILON,
     Schedule,
-    by_iteration,
     following_rate,
     parse,
-    resilient_start,
 )
 
 
@@ -73,17 +71,10 @@ def test_a_bound_that_follows_the_learning_rate_is_proportional_to_it():
         parse("learning-rate:4").value(0, 10)
 
 
-def test_a_resilient_start_makes_the_first_noise_as_wide_as_the_fixed_one():
-    assert resilient_start(4, 6, 1.6) == pytest.approx(15)
-    assert resilient_start(4, 6, 1.6) * 1.6 == pytest.approx(4 * 6)
-    with pytest.raises(UserError):
-        resilient_start(4, 6, 0)
-
-
 def test_rounds_and_iterations_are_different_clocks():
     per_round = parse("linear:15:5").per_iteration(10, 3)
     assert np.allclose(per_round[:3], 15) and len(per_round) == 30
-    per_step = by_iteration(parse("linear:15:5")).per_iteration(10, 3)
+    per_step = parse("linear:15:5:iteration").per_iteration(10, 3)
     assert per_step[1] < 15 and per_step[-2] > 5 and per_step[-1] == pytest.approx(5)
     assert parse("linear:15:5:iteration").by == "iteration"
 

@@ -48,16 +48,6 @@ def test_the_scale_finds_the_gradients_own_spread_and_not_the_noises():
     assert np.sqrt(memory.square.mean()) == pytest.approx(0.3, rel=0.25)
 
 
-def test_the_variance_of_the_mean_noise_is_what_is_measured():
-    draw, memory = np.random.default_rng(2), adaclip.first(2.0, 4)
-    b, sigmas, batch, clients = adaclip.scale(memory).astype(float), (1.0, 2.0, 3.0), 5, 2
-    noise = sum(b * s * draw.normal(size=(40000, 4)) / batch for s in sigmas for _ in range(clients)) / (
-        len(sigmas) * clients
-    )
-    told = adaclip.mean_noise(memory, sigmas, 1 / batch, clients)
-    np.testing.assert_allclose(noise.var(0), told, rtol=0.05)
-
-
 def test_without_any_gradient_the_scale_does_not_feed_on_its_own_noise():
     """Noise of 1.8 times the spread in every coordinate and no signal. Taking the noise's share away leaves its
     positive part, 0.48 of it, which shrinks from round to round; leaving it in multiplies the scale by thousands."""

@@ -102,15 +102,6 @@ def test_a_weight_without_reports_keeps_its_previous_value() -> None:
     assert mean == pytest.approx([7.0, k, k], rel=1e-6)
 
 
-def test_the_agreed_delay_is_the_median_so_one_liar_cannot_move_it_far() -> None:
-    assert channel.agree_spread([1.0, 2.0, 3.0]) == 2.0
-    assert channel.agree_spread([1.0, 2.0, 1e9]) == 2.0
-    with pytest.raises(UserError):
-        channel.agree_spread([])
-    with pytest.raises(UserError):
-        channel.agree_spread([1.0, -1.0])
-
-
 @given(size=st.integers(1, 10**6), data=st.data())
 def test_packed_messages_take_log2_d_plus_1_bits_and_come_back(size: int, data: st.DataObject) -> None:
     ids = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))

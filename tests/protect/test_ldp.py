@@ -14,6 +14,8 @@ from fedveil import keys
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import ldp
+from fedveil.protect.catalogue import get
+from fedveil.protect.recipe import with_changes
 
 
 def layout_with(*sizes: int) -> Layout:
@@ -87,7 +89,7 @@ def test_one_bit_per_weight_travels_and_decodes_to_two_values_per_layer() -> Non
     ranges = ldp.Ranges((0.0, 1.0), (0.1, 0.5))
     weights = np.concatenate([np.zeros(13), np.ones(8)])
     packed = ldp.encode(weights, ranges, 2.0, layout, keys.derive(0, "k"))
-    assert packed.dtype == np.uint8 and packed.nbytes == 3 == ldp.report_bytes(layout)
+    assert packed.dtype == np.uint8 and packed.nbytes == 3
     values = ldp.decode(packed, ranges, 2.0, layout)
     k = ldp.amplitude(2.0)
     assert set(np.round(values[:13], 9)) <= {round(0.1 * k, 9), round(-0.1 * k, 9)}
@@ -107,10 +109,9 @@ def test_a_range_from_the_clients_own_weights_is_refused_with_the_reason() -> No
     with pytest.raises(UserError, match=r"reveal its \(c, r\) exactly"):
         ldp.Ranges((0.0,), (0.1,), source="client")
     with pytest.raises(UserError, match="own weights"):
-        ldp.check_rule("client")
+        with_changes(get("ldp-fl"), {"ranges": "client"})
     with pytest.raises(UserError, match="Did you mean 'adaptive'"):
-        ldp.check_rule("adaptiv")
-    assert ldp.check_rule("fixed") == "fixed"
+        with_changes(get("ldp-fl"), {"ranges": "adaptiv"})
 
 
 def test_adaptive_ranges_follow_each_layer_of_the_average() -> None:

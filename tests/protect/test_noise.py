@@ -12,7 +12,6 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpmath import mp as mpmath
 from scipy import stats
 
 from fedveil.errors import UserError
@@ -24,12 +23,6 @@ GOLDEN = [
     ["bf903bb3", "3fa5bc93", "be876546"],
     ["be586c50", "bd090529", "c02063bc"],
     ["4055c5cd", "be67c2d1", "c03392de"],
-]
-GOLDEN_DISCRETE = [
-    [-1, -2, -2, 0],
-    [-24, -47, 17, -23],
-    [-1343320, -2466415, 8266577, -8018711],
-    [-1575108666333, -2635396543980, -2208839578034, -347388664599],
 ]
 needs_native = pytest.mark.skipif(noise._native is None, reason="the compiled extension is not installed")
 
@@ -222,49 +215,6 @@ def test_the_joint_staircase_has_its_radial_law(count):
     few = mass * draws < 8
     counts, mass = np.append(counts[~few], counts[few].sum()), np.append(mass[~few], mass[few].sum())
     assert stats.chisquare(counts, mass * counts.sum()).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("sigma", [0.4, 1.0, 7.3])
-def test_discrete_normals_have_their_law(sigma):
-    n = 200_000
-    y = noise.discrete_normals(KEY, 2, n, sigma)
-    support = np.arange(-100, 101)
-    mass = np.exp(-(support**2) / (2 * sigma**2))
-    mass /= mass.sum()
-    counts = np.bincount(y + 100, minlength=201)
-    few = mass * n < 10
-    counts, mass = np.append(counts[~few], counts[few].sum()), np.append(mass[~few], mass[few].sum())
-    use = mass > 0
-    assert stats.chisquare(counts[use], mass[use] * counts[use].sum() / mass[use].sum()).pvalue > 1e-4
-
-
-def test_discrete_normals_of_a_fine_grid_are_normal():
-    y = noise.discrete_normals(KEY, 4, 200_000, 2.0**18) / 2.0**18
-    assert stats.kstest(y, "norm").pvalue > 1e-4
-
-
-def test_the_discrete_stream_does_not_change():
-    """Golden integers, from the NumPy definition."""
-    got = [noise.numpy_discrete_normals(KEY, 3, 4, sigma).tolist() for sigma in (1.0, 37.5, 6.0e6, 2.0**40)]
-    assert got == GOLDEN_DISCRETE
-
-
-@needs_native
-@pytest.mark.parametrize("isa", noise._native.instruction_sets() if noise._native else ["none"])
-@pytest.mark.parametrize("sigma", [0.3, 1.0, 2.0, 7.3, 2.0**18, 6.1e6, 5.2e9, 2.0**46])
-def test_compiled_discrete_normals_are_the_integers_of_the_definition(sigma, isa):
-    for step, example, count in ((0, 0, 3000), (7, 5, 129), (1, 0, 1), (2, 0, 0)):
-        expected = noise.numpy_discrete_normals(KEY, step, count, sigma, example)
-        assert np.array_equal(expected, noise._native.discrete_normals(KEY, step, count, sigma, example, isa))
-
-
-@given(st.floats(0, 800))
-@settings(max_examples=300, deadline=None)
-def test_our_exponential_is_right_to_a_few_last_bits(x):
-    got = float(noise.exp_minus(np.array([x]))[0])
-    with mpmath.workdps(40):
-        true = mpmath.exp(-mpmath.mpf(min(x, 700.0)))
-        assert abs(got / true - 1) < 2.0**-50
 
 
 @given(deviation=st.floats(10, 400), shift=st.integers(1, 60))

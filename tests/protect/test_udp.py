@@ -20,11 +20,6 @@ def test_the_penalty_grows_with_the_distance_to_the_weakest_budget() -> None:
         udp.penalties({4: 0.0})
 
 
-def test_the_anchor_is_the_present_client_with_the_largest_epsilon() -> None:
-    budgets = {0: 8.0, 1: 2.0, 2: 4.0, 3: 4.0}
-    assert udp.weakest_client(budgets, [1, 2, 3]) == 2 and udp.weakest_client(budgets, [0, 1]) == 0
-
-
 def staircase_draws(lam: float, nu: float, n: int, seed: int) -> np.ndarray:
     """Straight from the definition of the density, width 1."""
     draw = np.random.default_rng(seed)
@@ -69,7 +64,7 @@ def test_expected_errors_agree_with_measured_ones(mechanism: str, additions: int
         nu = 1 / (1 + math.exp(lam / 2))
         noise = np.stack([bound * staircase_draws(lam, nu, n, 100 * additions + i) for i in range(additions)])
     expected = udp.expected_l1(mechanism, multiplier, bound, n, additions)
-    assert udp.measured_l1(noise[0], np.zeros(n)) == pytest.approx(expected.once, rel=0.025)
+    assert np.abs(noise[0]).sum() == pytest.approx(expected.once, rel=0.025)
     assert np.abs(noise).sum() == pytest.approx(expected.bound, rel=0.025)
     assert np.abs(noise.sum(0)).sum() == pytest.approx(expected.sum, rel=0.025)
 
@@ -113,12 +108,3 @@ def test_nbafl_noise_follows_the_published_scales() -> None:
     assert client == pytest.approx(100 * up)
     with pytest.raises(UserError):
         udp.nbafl_scales(0.0, 1e-2, 20.0, 100, 50, 25)
-
-
-def test_dp_fedavg_clips_each_client_and_divides_by_a_fixed_number() -> None:
-    updates = np.array([[3.0, 4.0], [0.3, 0.4]])
-    noise = np.array([1.0, -1.0])
-    got = udp.dp_fedavg_mean(updates, bound=1.0, sigma=2.0, expected_clients=4.0, normals=noise)
-    assert got == pytest.approx((np.array([0.9, 1.2]) + 2 * noise) / 4)
-    without = udp.dp_fedavg_mean(updates[1:], 1.0, 2.0, 4.0, noise)
-    assert np.linalg.norm(got - without) * 4 <= 1.0 + 1e-12  # zero-out sensitivity of the sum

@@ -181,6 +181,11 @@ def opened(path: Path | store.Run) -> store.Run:
     return run
 
 
+def _played(run: store.Run) -> int:
+    """Rounds that a run really played: a spent budget ends it early."""
+    return int(run.metrics[-1]["round"]) if run.metrics else run.config.rounds
+
+
 def audit_run(
     path: Path | store.Run,
     *,
@@ -193,8 +198,7 @@ def audit_run(
 
     rounds: replay only so many; they are held against what the ledger says after them."""
     run = opened(path)
-    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds  # a spent budget ends a run early
-    rounds = min(rounds or played, played)
+    rounds = min(rounds or _played(run), _played(run))
     # A sum under masks is judged from the seat that its promise is about: the server with its colluders.
     judge = audit_coalition if run.config.secure_sum else canaries.audit
     found, facts = judge(
@@ -284,8 +288,7 @@ def audit_final_model(
 ) -> tuple[dict[str, Any], int]:
     """The promise to whoever gets the final model alone: (figures, exit code)."""
     run = opened(path)
-    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
-    rounds = min(rounds or played, played)
+    rounds = min(rounds or _played(run), _played(run))
     found = audit_final(
         run.config,
         run.ledger(rounds),

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -194,12 +194,6 @@ def checkpoint_facts(folder: Path, round_number: int) -> dict[str, Any]:
     return facts
 
 
-def ledger_head(folder: Path) -> tuple[int, str] | None:
-    """The ledger record that the newest checkpoint saw, if there is one."""
-    known = checkpoints(folder)
-    return checkpoint_facts(folder, known[-1])["ledger"] if known else None
-
-
 def load_checkpoint(folder: Path, round_number: int, like: State) -> State:
     """Read one checkpoint back into a state `like` the run's first one; a damaged one is a clear error."""
     arrays = check_checkpoint(folder, round_number)
@@ -345,11 +339,3 @@ def refuse_foreign_code(run: Run, trust: bool) -> None:
         raise UserError(
             f"{run.path} names code to import and call: '{name}'. If you wrote it and trust this directory, add --trust-code"
         )
-
-
-def list_runs(folder: Path) -> Iterator[Run]:
-    """Every readable run directly below `folder`, newest first."""
-    found = [item for item in folder.iterdir() if (item / "run.json").is_file()] if folder.is_dir() else []
-    for item in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
-        with contextlib.suppress(UserError):
-            yield open_run(item)

@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -520,10 +520,3 @@ def summary(contract: Contract) -> list[str]:
     said.append("signed requests only, of " + ", ".join(identity.fingerprint(bytes.fromhex(k)) for k in contract.submitters)
                 if contract.submitters else "requests of anybody whom the SuperLink lets in")  # fmt: skip
     return said
-
-
-def with_examples(contract: Contract, examples: int) -> Contract:
-    """The same contract for a node with another number of records."""
-    if contract.data is None:
-        raise UserError("the contract describes no data")
-    return replace(contract, data=replace(contract.data, examples=examples))

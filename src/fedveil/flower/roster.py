@@ -73,11 +73,6 @@ class Roster:
                 return found
         raise UserError(f"the roster of '{self.study}' (version {self.version}) has no node {number}")
 
-    def number_of(self, public: bytes) -> int | None:
-        """The number of the node with this identity key, or None."""
-        return next((m.number for m in self.members if m.identity == public), None)
-
-
 def to_json(roster: Roster) -> dict[str, Any]:
     """Plain values; `from_json` is the inverse."""
     return {

@@ -158,17 +158,6 @@ def _context(round_number: int, size: int, group: int) -> bytes:
 # --- shuffling ---
 
 
-def shuffle_updates(updates: np.ndarray, key: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """UDP-FL's shuffler: rows of `updates` [K, P] in a keyed random order.
-
-    Returns (shuffled, order) with shuffled = updates[order]; `order` stays with the shuffler, the server gets
-    `shuffled` without client ids. Amplification holds only for pure epsilon-LDP reports; for Gaussian
-    noise, or when updates can be linked by their content, none is claimed.
-    """
-    order = _permutation(len(updates), keys.derive(key, "shuffle updates"))
-    return np.asarray(updates)[order], order
-
-
 def _permutation(count: int, key: bytes) -> np.ndarray:
     """A uniform permutation: sort by random 64-bit words (a tie among n has chance below n^2 / 2^65)."""
     return np.argsort(ldp.random_words(key, count), kind="stable")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Literal
 
 from fedveil.errors import UserError
@@ -202,22 +201,3 @@ def steps_within(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@dataclass(frozen=True)
-class Budget:
-    """One client's own budget and mechanism."""
-
-    epsilon: float
-    delta: float
-    mechanism: MechanismName = "gaussian"
-
-
-def calibrate_clients(budgets: Sequence[Budget], **shared: Any) -> tuple[Calibration, ...]:
-    """One calibration per client; equal budgets are solved once. `shared` as in `calibrate`."""
-
-    @cache
-    def one(budget: Budget) -> Calibration:
-        return calibrate(budget.epsilon, budget.delta, mechanism=budget.mechanism, **shared)
-
-    return tuple(one(budget) for budget in budgets)

@@ -100,7 +100,7 @@ class Release:
 
 
 def to_json(value: Event | Claim | Noise | Sampling) -> dict[str, Any]:
-    """Plain dictionary; `claim_from_json` and `event_from_json` are the inverses."""
+    """Plain dictionary; `event_from_json` is the inverse."""
     return asdict(value)
 
 
@@ -112,8 +112,3 @@ def event_from_json(data: dict[str, Any]) -> Event:
         unit=data["unit"],
         steps=int(data["steps"]),
     )
-
-
-def claim_from_json(data: dict[str, Any]) -> Claim:
-    event = data.get("event")
-    return Claim(**{**data, "event": None if event is None else event_from_json(event)})

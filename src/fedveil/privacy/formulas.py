@@ -86,9 +86,3 @@ def group(epsilon: float, delta: float, size: int) -> tuple[float, float]:
         return size * epsilon, 0.0
     log = math.log(size * delta) + (size - 1) * epsilon
     return size * epsilon, math.exp(log) if log < 700 else math.inf
-
-
-def quantile_split(multiplier: float, count_multiplier: float) -> float:
-    """Multiplier left for the gradients when a noisy count (quantile clipping) shares the step's budget."""
-    left = multiplier**-2 - (2 * count_multiplier) ** -2
-    return left**-0.5 if left > 0 else math.inf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -181,19 +181,6 @@ def following_rate(schedule: Schedule, learning_rate: float, learning_rate_end: 
     if learning_rate_end is None:
         return Schedule("constant", schedule.first)
     return Schedule("linear", schedule.first, schedule.first * learning_rate_end / learning_rate)
-
-
-def resilient_start(bound: float, sigma: float, sensitivity: float) -> float:
-    """P3's rule for a first noise multiplier that resists leakage: sigma_0 >= C sigma / S, so that with a smaller
-    dynamic sensitivity S the first noise is as wide as that of the fixed bound C and multiplier sigma."""
-    for name, value in (("bound", bound), ("sigma", sigma), ("sensitivity", sensitivity)):
-        checks.positive(name, value)
-    return bound * sigma / sensitivity
-
-
-def by_iteration(schedule: Schedule) -> Schedule:
-    """The same schedule moving with local iterations."""
-    return replace(schedule, by="iteration")
 
 
 # What the published numbers were really computed from (papers.py reproduces them).

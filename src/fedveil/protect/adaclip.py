@@ -52,12 +52,3 @@ def follow(memory: Memory, noised: np.ndarray, noise_variance: np.ndarray) -> Me
     square = SQUARE_DECAY * memory.square.astype(np.float64) + (1 - SQUARE_DECAY) * own
     mean = MEAN_DECAY * old + (1 - MEAN_DECAY) * wide
     return Memory(mean.astype(np.float32), square.astype(np.float32))
-
-
-def mean_noise(memory: Memory, sigmas: tuple[float, ...], factor: float, clients: int) -> np.ndarray:
-    """Variance per coordinate of the noise in the mean over `clients` and all steps of their noised gradients.
-
-    factor: what stands between the noise of scale b * sigma and the gradient of one step (1 / B for noise on the sum of
-    a batch of B, 1 for noise on its mean)."""
-    each = float(np.mean(np.square(sigmas))) / (len(sigmas) * clients)
-    return (scale(memory).astype(np.float64) * factor) ** 2 * each

@@ -12,7 +12,7 @@ Random delays make linking hard but are no shuffler with a proof; what is promis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -103,13 +103,6 @@ def check_channel(name: str) -> str:
             f"channel = {name!r} is unknown; use one of {', '.join(CHANNELS)}.{did_you_mean(name, CHANNELS)}"
         )
     return name
-
-
-def agree_spread(proposals: Sequence[float]) -> float:
-    """T as the median of the clients' proposals: one dishonest client cannot move it past its neighbours."""
-    if not len(proposals) or not all(np.isfinite(p) and p > 0 for p in proposals):
-        raise UserError("channel.spread: need at least one proposal, all of them finite and above 0 seconds.")
-    return float(np.median(proposals))
 
 
 def message_bits(size: int) -> int:

@@ -240,20 +240,11 @@ class AdaClip(Given):
 RULES: dict[str, Rule] = {rule.name: rule for rule in (Given(), Median(), Quantile(), AdaClip())}
 
 
-@dataclass(frozen=True)
-class Clip:
-    """What is bounded, in which norm.
+class Clipped:
+    """What `kind` and `norm` mean, for whatever has both."""
 
-    kind: "layer" bounds each layer on its own, "flat" the whole vector. split: the bound is divided among the layers, so
-    that together they reach it. of: what an upload's bound is about: the update, or the whole model (NbAFL).
-    """
-
-    kind: Literal["none", "layer", "flat"] = "none"
-    bound: Schedule = field(default_factory=lambda: constant(4.0))
-    norm: Norm = "l2"
-    rule: Rule = Given()
-    split: bool = False
-    of: Literal["update", "weights"] = "update"
+    kind: str
+    norm: str
 
     @property
     def bounded(self) -> bool:
@@ -274,6 +265,22 @@ class Clip:
     def order(self) -> int:
         """1 or 2: the order of the norm."""
         return ORDERS[self.norm]
+
+
+@dataclass(frozen=True)
+class Clip(Clipped):
+    """What is bounded, in which norm.
+
+    kind: "layer" bounds each layer on its own, "flat" the whole vector. split: the bound is divided among the layers, so
+    that together they reach it. of: what an upload's bound is about: the update, or the whole model (NbAFL).
+    """
+
+    kind: Literal["none", "layer", "flat"] = "none"
+    bound: Schedule = field(default_factory=lambda: constant(4.0))
+    norm: Norm = "l2"
+    rule: Rule = Given()
+    split: bool = False
+    of: Literal["update", "weights"] = "update"
 
     @property
     def of_weights(self) -> bool:

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fedveil.errors import UserError, did_you_mean
+from fedveil.errors import UserError
 
 if TYPE_CHECKING:
     from fedveil.models.layout import Layout
 
 GRAIN = 2**53  # probabilities are whole multiples of 1/GRAIN
-RULES = ("fixed", "adaptive")
-PUBLISHED_RADIUS = {"mnist": 0.075, "fashion-mnist": 0.015}  # centre 0; CIFAR-10 uses adaptive ranges
 
 _CLIENT_RANGE = (
     "a range computed from a client's own weights is not private: the two values a client may report are "
@@ -61,17 +59,6 @@ class Ranges:
                     f"ranges: layer {layer} has centre {c} and radius {r}; need a finite centre and a "
                     "finite radius above 0."
                 )
-
-
-def check_rule(rule: str) -> str:
-    """Return a valid range rule ("fixed" or "adaptive") or refuse, with the reason, one that leaks."""
-    if rule in ("client", "local", "own", "client-weights", "per-client-weights"):
-        raise UserError(f"ranges = {rule!r}: {_CLIENT_RANGE}")
-    if rule not in RULES:
-        raise UserError(
-            f"ranges = {rule!r} is unknown; use one of {', '.join(RULES)}.{did_you_mean(rule, RULES)}"
-        )
-    return rule
 
 
 def fixed_ranges(
@@ -212,11 +199,6 @@ def average_variance(
     inside = np.minimum(np.abs(np.asarray(average, dtype=np.float64) - centre), radius)
     found: np.ndarray = ((radius * amplitude(epsilon)) ** 2 - inside**2) / np.maximum(1, arrived)
     return found
-
-
-def report_bytes(layout: Layout) -> int:
-    """Bytes of one client's packed reports: one bit per weight."""
-    return -(-layout.size // 8)
 
 
 def random_words(key: bytes, count: int) -> np.ndarray:

@@ -18,7 +18,6 @@ multiply-add: NumPy here and C++ in src/native give identical bits on every mach
     staircases   purpose 3; 16 values from 8 blocks: words 0..15 give sign and period floor(exponential /
                  lambda), words 16..31 the place within the period by inversion
     joint        purpose 4; i.i.d. Laplace vector, accepted by its l1 norm (see `joint_staircase`)
-    discrete     purpose 5; integers, see `discrete_normals`
 
 Step l of a client is the stream (noise_key, l), in flat parameter order. How wide the noise is, is no matter of this module:
 `protect.noised.Drawing` holds the scale, `protect.law` says what is drawn with it.
@@ -52,7 +51,7 @@ try:
 except ImportError:  # pure Python installation: same bits, slower
     _native = None
 
-NORMAL, LAPLACE, STAIRCASE, JOINT, DISCRETE = 1, 2, 3, 4, 5
+NORMAL, LAPLACE, STAIRCASE, JOINT = 1, 2, 3, 4
 LARGEST_NORMAL = 6.67
 LARGEST_EXPONENTIAL = 22.19
 _CHUNK = 1 << 13  # tiles per pass: temporaries stay in cache
@@ -261,75 +260,6 @@ def joint_staircase(
     raise RuntimeError("joint staircase noise: no attempt accepted; lambda is too large for rejection")
 
 
-# e^-x in float64 from +, -, * and powers of two alone: a library's exp may differ in its last bit.
-_PER_LN2 = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10  # n * _LN2_HIGH is exact: it has 32 bits
-_TAYLOR = tuple(1 / math.factorial(k) for k in range(13, -1, -1))
-WIDEST_DISCRETE = 2.0**46
-
-
-def exp_minus(x: np.ndarray) -> np.ndarray:
-    """e^-x for x >= 0 (above 700 as for 700), to a relative 2**-50; the same bits in C++."""
-    x = np.minimum(x, 700.0)
-    n = np.rint(x * _PER_LN2)
-    r = n * _LN2_LOW - (x - n * _LN2_HIGH)
-    p = np.full_like(r, _TAYLOR[0])
-    for coefficient in _TAYLOR[1:]:
-        p = p * r + coefficient
-    return np.ldexp(p, -n.astype(np.int32))
-
-
-def numpy_discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
-    """`discrete_normals` without the compiled module: the definition."""
-    t = _power_above(sigma)
-    thresholds = (exp_minus(np.arange(1.0, 45.0)) * 2.0**64)[::-1]
-    centre, twice = sigma * sigma / t, 2.0 * sigma * sigma
-    out = np.zeros(count, np.int64)
-    pending = np.arange(count)
-    attempt = 0
-    while pending.size:
-        blocks = (np.repeat(pending.astype(np.uint32), 2) * np.uint32(2)).reshape(-1, 2)
-        blocks[:, 1] += np.uint32(1)
-        w = words(key, step, DISCRETE, blocks.reshape(-1), example | attempt << 16)
-        w = w.reshape(-1, 8).astype(np.uint64)
-        negative = (w[:, 0] & np.uint64(1)).astype(bool)
-        u = ((w[:, 6] << np.uint64(32) | w[:, 1]) & np.uint64(t - 1)).astype(np.int64)
-        coin = (w[:, 2] << np.uint64(32) | w[:, 3]).astype(np.float64)
-        v = len(thresholds) - np.searchsorted(thresholds, coin, "right")
-        y = u + t * v
-        gap = y - centre
-        exponent = u / t + gap * gap / twice
-        accept = (w[:, 4] << np.uint64(32) | w[:, 5]).astype(np.float64) < exp_minus(exponent) * 2.0**64
-        accept &= ~(negative & (y == 0))
-        out[pending[accept]] = np.where(negative, -y, y)[accept]
-        pending = pending[~accept]
-        attempt += 1
-    return out
-
-
-def _power_above(sigma: float) -> int:
-    """The smallest power of two that is at least sigma and at least 1."""
-    if not 0 < sigma <= WIDEST_DISCRETE:
-        raise UserError(
-            f"discrete Gaussian: sigma / grid must be in (0, 2**46], not {sigma}; change the grid"
-        )
-    return 1 << (math.ceil(sigma) - 1).bit_length()
-
-
-def discrete_normals(key: bytes, step: int, count: int, sigma: float, example: int = 0) -> np.ndarray:
-    """Integers (int64) of the discrete Gaussian law P(y) proportional to e^(-y^2 / (2 sigma^2)).
-
-    Rejection from a discrete Laplace of scale t = a power of two >= sigma (Canonne, Kamath, Steinke):
-    y = ±(U + t V), U uniform below t, V geometric. Each decision compares 64 bits with a double, so the law
-    is right to a total variation of some 1e-17, and |y| <= 45 t. Two blocks per candidate and attempt.
-    """
-    _power_above(sigma)
-    if _native is not None:
-        made: np.ndarray = _native.discrete_normals(key, step, count, sigma, example)
-        return made
-    return numpy_discrete_normals(key, step, count, sigma, example)
-
-
 def snap(total: np.ndarray, grid: float) -> np.ndarray:
     """The nearest multiples of `grid`, as int64 counts of it (ties to even)."""
     return np.rint(np.asarray(total, np.float64) / grid).astype(np.int64)
@@ -356,5 +286,3 @@ def snapped_multiplier(deviation: float, bound: float, grid: float, count: int) 
             f"noise of deviation {deviation:g} is no wider than its grid of {grid:g}: use a finer grid"
         )
     return math.sqrt(left) / snapped_bound(bound, grid, count)
-
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,14 +31,6 @@ def penalties(epsilons: Mapping[int, float]) -> dict[int, float]:
     if math.isinf(largest):
         return {client: 0.0 if math.isinf(e) else 1.0 for client, e in epsilons.items()}
     return {client: (largest - e) / largest for client, e in epsilons.items()}
-
-
-def weakest_client(epsilons: Mapping[int, float], present: Sequence[int]) -> int:
-    """The client among those present whose model becomes w_max: largest epsilon, then lowest number.
-
-    Broadcasting w_max shows every participant one client's (noised) model: no aggregate-only view remains.
-    """
-    return max(present, key=lambda client: (epsilons[client], -client))
 
 
 # --- expected l1 error of the noise ---
@@ -118,12 +110,6 @@ def staircase_mean(lam: float, width: float, nu: float | None = None) -> float:
     return (height * width**2 * (nu**2 + b * (1 - nu**2)) + width * b) / -math.expm1(-lam)
 
 
-def measured_l1(noised: np.ndarray, clean: np.ndarray) -> float:
-    """The l1 distance that was measured, to stand beside `expected_l1`. Private: the clean vector is not
-    noised."""
-    return float(np.abs(np.asarray(noised, np.float64) - np.asarray(clean, np.float64)).sum())
-
-
 def _shape(lam: float, nu: float | None) -> float:
     return 1 / (1 + math.exp(min(lam / 2, 700.0))) if nu is None else nu
 
@@ -188,25 +174,3 @@ def nbafl_scales(
     factor = math.sqrt(2 * math.log(1.25 / delta)) * 2 * clip / (examples * epsilon)
     excess = rounds**2 - seen**2 * clients
     return factor * seen, factor * math.sqrt(excess) / clients if excess > 0 else 0.0
-
-
-def clip_norm(vector: np.ndarray, bound: float) -> np.ndarray:
-    """The vector scaled down to l2 norm at most `bound` (NbAFL clips weights, DP-FedAvg updates); float64."""
-    wide = np.asarray(vector, dtype=np.float64)
-    norm = float(np.linalg.norm(wide))
-    return wide * (bound / norm) if norm > bound else wide
-
-
-def dp_fedavg_mean(
-    updates: np.ndarray, bound: float, sigma: float, expected_clients: float, normals: np.ndarray
-) -> np.ndarray:
-    """DP-FedAvg: (sum of updates clipped to `bound` + sigma * bound * normals) / expected_clients, in
-    float64.
-
-    Formal guarantee: one client changes the sum by at most `bound` (zero-out), the denominator is fixed, so
-    this is a Gaussian mechanism with multiplier sigma at client level, for whoever sees only the result.
-    """
-    total = np.zeros(np.asarray(updates).shape[1])
-    for row in updates:
-        total += clip_norm(row, bound)
-    return (total + sigma * bound * np.asarray(normals, dtype=np.float64)) / expected_clients

@@ -9,19 +9,17 @@
               (Pasquini et al. 2022)
 
 All take a flat weight vector of a net `Flatten, Linear, ReLU, …, Linear` and return another one of the same shape; an honest
-architecture is enough. `imprinted` builds such a net in front of nothing else, for datasets whose model has no dense first layer.
+architecture is enough.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
 from fedveil.errors import UserError
-from fedveil.models.layout import Layout, flatten, layout_of
+from fedveil.models.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,6 @@ def _ends(layout: Layout) -> tuple[Dense, Dense]:
             "this attack needs a model that begins with a dense layer and has another one (papers-mlp)."
         )
     return layers[0], layers[1]
-
-
-def imprinted(shape: tuple[int, ...], outputs: int, bins: int) -> nn.Sequential:
-    """The smallest net that can carry an imprint of this many bins."""
-    width = int(np.prod(shape))
-    return nn.Sequential(
-        OrderedDict(
-            flat=nn.Flatten(), bins=nn.Linear(width, bins), relu=nn.ReLU(), head=nn.Linear(bins, outputs)
-        )
-    )
 
 
 def imprint(
@@ -151,8 +139,3 @@ def dead(weights: np.ndarray, layout: Layout) -> np.ndarray:
     out = np.array(weights, np.float32)
     out[first.bias] = -1e6
     return out
-
-
-def layout_and_weights(module: nn.Module) -> tuple[Layout, np.ndarray]:
-    """A module's layout and flat weights."""
-    return layout_of(module), flatten(module)

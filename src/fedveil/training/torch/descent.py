@@ -21,7 +21,8 @@ import torch
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
-from fedveil.protect.bounded import MARGIN, ORDERS
+from fedveil.protect.bounded import MARGIN
+from fedveil.protect.clip import Clipped
 from fedveil.protect.law import Gaussian, kernel_of
 from fedveil.protect.noised import Drawing
 from fedveil.training import optimisers
@@ -32,7 +33,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Clipping:
+class Clipping(Clipped):
     """How the gradients of one pass are to be clipped. `bound` None: the median of the batch's norms."""
 
     kind: str  # none | layer | flat
@@ -41,22 +42,6 @@ class Clipping:
     norms: bool = True  # are per-example norms wanted even though nothing is clipped?
     shift: Tensor | None = None  # AdaClip, [K, P]
     scale: Tensor | None = None
-
-    @property
-    def clips(self) -> bool:
-        return self.kind != "none"
-
-    @property
-    def flat(self) -> bool:
-        return self.kind == "flat"
-
-    @property
-    def by_layer(self) -> bool:
-        return self.kind == "layer"
-
-    @property
-    def order(self) -> int:
-        return ORDERS[self.norm]
 
     def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]; float64.
@@ -423,6 +408,27 @@ def usable(losses: Tensor, norms: Tensor, mask: Tensor | None, dtype: torch.dtyp
     if bool(finite.all()):
         return None
     return finite.to(norms) if mask is None else finite * mask
+
+
+class OnePass(Protocol):
+    """One pass of a group of clients; the captured gradients of the rows in `without` [K, B] are taken for 0."""
+
+    def __call__(
+        self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str,
+        without: Tensor | None = None,
+    ) -> Pass: ...  # fmt: skip
+
+
+def passed(
+    once: OnePass, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
+) -> Pass:
+    """A pass in which broken examples count for nothing where gradients are clipped."""
+    result = once(weights, x, y, mask, clipping, loss)
+    if not clipping.bounded or result.norms is None:
+        return result
+    used = usable(result.loss, result.norms, mask, weights.dtype)
+    # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
+    return result if used is None else once(weights, x, y, used, clipping, loss, without=used == 0)
 
 
 def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> LocalResult:

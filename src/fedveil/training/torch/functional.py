@@ -118,15 +118,15 @@ class Net:
     def _one(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
-        found, losses = self.gradients(weights[0], x, y, loss, clipping.clips)
+        found, losses = self.gradients(weights[0], x, y, loss, clipping.bounded)
         raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
         parts = (slice(0, self.layout.size),) if clipping.flat else self.layout.layer_slices()
         norms = None
-        if clipping.clips or clipping.norms:
+        if clipping.bounded or clipping.norms:
             norms = torch.stack([size_of(found[:, p], clipping.norm) for p in parts], 1)[None]
-        if not clipping.clips or norms is None:
+        if not clipping.bounded or norms is None:
             total = found.sum(0) if mask is None else mask[0] @ found
             return Pass(total[None].double(), losses, norms, None, mask)
         used = descent.usable(raw, norms, mask, weights.dtype)

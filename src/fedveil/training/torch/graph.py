@@ -394,11 +394,7 @@ class Net:
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
         """Losses, norms and the clipped sum of one client (see `descent.Network`)."""
-        result = self._pass(weights, x, y, mask, clipping, loss)
-        if not clipping.clips or result.norms is None:
-            return result
-        used = descent.usable(result.loss, result.norms, mask, weights.dtype)
-        return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
+        return descent.passed(self._pass, weights, x, y, mask, clipping, loss)
 
     def _pass(
         self,
@@ -421,7 +417,7 @@ class Net:
         total = torch.zeros_like(weights)
         slices = dict(zip(self.layout.names, _slices(self.layout), strict=True))
         merged: dict[str, Capture] = {}
-        wanted = clipping.clips or clipping.norms
+        wanted = clipping.bounded or clipping.norms
         squares: list[list[Tensor]] = [[] for _ in range(self.layout.layers)]
         for name, layer in zip(self.layout.names, self.layout.layer_of, strict=True):
             if not found[name]:
@@ -448,7 +444,7 @@ class Net:
         every = torch.stack([sum(parts, nothing) for parts in squares], 2)
         every = every if clipping.order == 1 else every.sqrt()
         norms = torch.linalg.vector_norm(every, clipping.order, dim=2, keepdim=True) if clipping.flat else every
-        if not clipping.clips:
+        if not clipping.bounded:
             factors, bound = None, None
         else:
             factors, bound = clipping.factors(norms, mask)

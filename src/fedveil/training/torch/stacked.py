@@ -220,12 +220,7 @@ class Net:
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
         """Losses, norms and the clipped sum of a group of clients (see `descent.Network`)."""
-        result = self._pass(weights, x, y, mask, clipping, loss)
-        if not clipping.clips or result.norms is None:
-            return result
-        used = descent.usable(result.loss, result.norms, mask, weights.dtype)
-        # A broken example is rare, and in which layer it shows is not known before the end: once more without it.
-        return result if used is None else self._pass(weights, x, y, used, clipping, loss, without=used == 0)
+        return descent.passed(self._pass, weights, x, y, mask, clipping, loss)
 
     def _pass(
         self,
@@ -242,7 +237,7 @@ class Net:
         tape = []
         out = x
         for layer in self.layers:
-            out, saved = layer.forward(weights, out, clipping.clips)
+            out, saved = layer.forward(weights, out, clipping.bounded)
             tape.append(saved)
         losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
         losses = losses.view(clients, -1)
@@ -262,20 +257,20 @@ class Net:
                 capture = _mapped(capture, clipping.shift[:, layer.part], clipping.scale[:, layer.part])
             if without is not None:
                 capture = _cleared(capture, without)
-            if clipping.clips or clipping.norms:
+            if clipping.bounded or clipping.norms:
                 norms[layer.layer], capture = measure(capture, clipping.norm)
             if clipping.flat:  # the factor needs every layer's norm
                 waiting.append((layer.part, capture))
                 continue
-            if not clipping.clips:
+            if not clipping.bounded:
                 sum_plainly(capture, total[:, layer.part])
                 continue
             wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
             sum_up(capture, wide[:, :, 0], total[:, layer.part])
-        if not clipping.clips and not clipping.norms:
+        if not clipping.bounded and not clipping.norms:
             return Pass(total, losses, None, None, mask)
         every = torch.stack(norms, 2)
-        if not clipping.clips:
+        if not clipping.bounded:
             return Pass(total, losses, every, None, mask)
         if clipping.by_layer:
             bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
