@@ -33,8 +33,31 @@ REPLACED = {
         "`tests/federation/test_loop.py::test_the_chunk_size_changes_nothing`: the function under test ran nowhere; the loop that "
         "runs is tested",
     "test_the_weighted_mean_is_the_weighted_mean_and_zero_leaves_out":
-        "`tests/protect/test_udp.py::test_dp_fedavg_clips_each_client_and_divides_by_a_fixed_number`: the weighted mean ran nowhere "
+        "`tests/federation/test_round.py::test_a_clipped_update_never_exceeds_its_joint_bound`: the weighted mean ran nowhere "
         "and is gone; the mean that runs divides by a fixed number",
+    "test_dp_fedavg_clips_each_client_and_divides_by_a_fixed_number":
+        "`tests/federation/test_round.py::test_a_clipped_update_never_exceeds_its_joint_bound`: the function under test ran nowhere",
+    "test_the_anchor_is_the_present_client_with_the_largest_epsilon":
+        "`tests/federation/test_harmonize.py::test_the_anchor_is_the_model_of_the_weakest_client_among_those_present`",
+    "test_the_variance_of_the_mean_noise_is_what_is_measured":
+        "`tests/protect/test_adaclip.py::test_without_any_gradient_the_scale_does_not_feed_on_its_own_noise`: the formula under test ran "
+        "nowhere; the deviation that is subtracted is that of `Noised`",
+    "test_a_resilient_start_makes_the_first_noise_as_wide_as_the_fixed_one": "gone with its formula, which nothing called",
+    "test_the_agreed_delay_is_the_median_so_one_liar_cannot_move_it_far": "gone with its formula, which nothing called",
+    "test_clients_may_have_their_own_budgets_and_mechanisms":
+        "gone with its function, which nothing called; clients' own budgets: `tests/federation/test_harmonize.py`",
+    "test_shuffled_updates_are_the_same_rows_in_a_keyed_order":
+        "`tests/protect/test_channel.py::test_model_shuffling_delivers_in_an_order_that_depends_on_the_key_only`: the function under test ran nowhere",
+    "test_discrete_normals_have_their_law":
+        "`tests/protect/test_exact.py::test_gaussian_integers_have_their_law`: the sampler is gone, noise on a grid is drawn by `protect.exact`",
+    "test_discrete_normals_of_a_fine_grid_are_normal":
+        "`tests/protect/test_exact.py::test_wide_gaussian_integers_are_normal_with_even_low_bits`: the sampler is gone",
+    "test_the_discrete_stream_does_not_change":
+        "`tests/protect/test_exact.py::test_the_integers_do_not_change`: the sampler is gone",
+    "test_compiled_discrete_normals_are_the_integers_of_the_definition":
+        "`tests/protect/test_exact.py::test_compiled_integers_are_those_of_the_definition`: the sampler is gone",
+    "test_our_exponential_is_right_to_a_few_last_bits": "`tests/protect/test_exact.py::test_the_integer_exponential_is_right_to_8_units`",
+    "test_group_privacy_and_quantile_split": "`tests/privacy/test_adversarial.py::test_group_privacy`",
     "test_example_noise_is_the_sum_of_one_draw_per_example":
         "`tests/protect/test_recipe.py::test_impossible_combinations_are_refused_with_a_reason`: noise on every example is refused "
         "for laws that do not add up; for Gaussian noise "
