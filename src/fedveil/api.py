@@ -27,7 +27,7 @@ from fedveil.data.frames import Table
 from fedveil.data.tables import COUNTED
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import loop, own_loop, planner
-from fedveil.federation.config import config_of, load_config, trusting_code
+from fedveil.federation.config import RunConfig, config_of, load_config, trusting_code
 from fedveil.federation.loop import OnRound
 from fedveil.federation.own_loop import Private
 from fedveil.federation.store import Run, open_run
@@ -252,7 +252,7 @@ def _run(
         return Result(folder, facts, loop.trained(folder, config, own, module), own, given)
 
 
-def _told(config: Any, on_round: OnRound | None, progress: bool | None) -> OnRound | None:
+def _told(config: RunConfig, on_round: OnRound | None, progress: bool | None) -> OnRound | None:
     """The caller's own hook, and lines of progress where somebody reads them."""
     if progress is None:
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def plain(data: Any) -> Any:
+def plain(data: object) -> Any:
     """Data that JSON can hold: NumPy numbers unwrapped, infinite and undefined numbers as null."""
     if isinstance(data, dict):
         return {str(key): plain(value) for key, value in data.items()}

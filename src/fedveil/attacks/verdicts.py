@@ -101,7 +101,7 @@ def seat_of(result: Mapping[str, Any]) -> tuple[str, str] | None:
     return None if observer is None else (observer, "example")
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ PlotOption = Annotated[
 ]
 
 
-def emit(data: Any, as_json: bool, show: Callable[[], None]) -> None:
+def emit(data: object, as_json: bool, show: Callable[[], None]) -> None:
     """Print `data` as the one JSON document on stdout, or call `show` to print it for people."""
     if as_json:
         sys.stdout.write(json.dumps(plain(data), indent=2, allow_nan=False) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,10 +173,7 @@ def metrics(
 
     if (run is None) == (not node_config):
         raise UserError("give --run DIR or --node-config, one of the two")
-    owner = owner_of(parse_node_config(node_config)) if node_config else None
-
-    def figures() -> str:
-        return run_figures(run) if run is not None else node_figures(owner)
+    figures = partial(run_figures, run) if run is not None else partial(node_figures, owner_of(parse_node_config(node_config)))
 
     if not listen:
         print(figures(), end="")

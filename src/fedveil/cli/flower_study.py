@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
+
+if TYPE_CHECKING:
+    from fedveil.privacy.events import Observer, Unit
 
 RosterOption = Annotated[Path, typer.Option("--roster", help="File of the roster.")]
 KeyOption = Annotated[Path, typer.Option("--key", help="Identity key of the study's owner.")]
@@ -87,7 +90,8 @@ def contract(
         names = [name.strip() for name in classes.split(",") if name.strip()]
         data = onboard.data_of_public(public, target, examples, ranges, names)
         agreed = onboard.contract_of_study(
-            _config(config, change, trust_code), data, study=study, epsilon=_epsilon(epsilon), observer=observer, unit=unit,
+            _config(config, change, trust_code), data, study=study, epsilon=_epsilon(epsilon),
+            observer=cast("Observer", observer), unit=cast("Unit", unit),
             delta=delta, valid_until=until, submitters=submitter, version=version, roster_owner=roster_owner,
         )  # fmt: skip
         contracts.write_contract(file, agreed)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedveil.cli.common import TrustFlag
 from fedveil.errors import UserError
+
+if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
+    from fedveil.federation.loop import OnRound, Prepared, RoundFacts
+
+    Work = Callable[[OnRound | None], dict[str, Any]]
 
 
 def register(app: typer.Typer) -> None:
@@ -124,7 +131,7 @@ def _audit(folder: Path) -> tuple[dict[str, Any], int]:
     return plain(figures), code
 
 
-def with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
+def with_progress(config: RunConfig, work: Work, quiet: bool) -> dict[str, Any]:
     """Run `work(callback)` behind a progress bar on a terminal; elsewhere with a line for every tenth of the rounds."""
     from rich.console import Console
 
@@ -149,7 +156,7 @@ def with_progress(config: Any, work: Any, quiet: bool) -> dict[str, Any]:
         return work(lambda facts: progress.update(bar, completed=facts.round, shown=standing(config.observer, facts.metrics)))
 
 
-def train_and_show_progress(config: Any, folder: Path, command: str, quiet: bool) -> dict[str, Any]:
+def train_and_show_progress(config: RunConfig, folder: Path, command: str, quiet: bool) -> dict[str, Any]:
     """A run of its own, with the progress that `fedveil run` shows; what result.json holds."""
     from fedveil.federation.loop import run as simulate
 
@@ -198,7 +205,7 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
 
 
-def _tracker(kind: str | None, folder: Path, config: Any) -> Any:
+def _tracker(kind: str | None, folder: Path, config: RunConfig) -> Any:
     """A context that gives a callback per round, or None where nothing is tracked."""
     if kind is None:
         return nullcontext()
@@ -208,12 +215,13 @@ def _tracker(kind: str | None, folder: Path, config: Any) -> Any:
 
 
 def _job(
-    simulate: Any, config: Any, folder: Path, command: str, resume: bool = False, send: Any = None
-) -> Any:
+    simulate: Callable[..., dict[str, Any]], config: RunConfig, folder: Path, command: str, resume: bool = False,
+    send: OnRound | None = None,
+) -> Work:  # fmt: skip
     """The run as a function of the progress display's callback; `send` is called after every round too."""
 
-    def work(hook: Any) -> Any:
-        def both(facts: Any) -> None:
+    def work(hook: OnRound | None) -> dict[str, Any]:
+        def both(facts: RoundFacts) -> None:
             for call in (hook, send):
                 if call is not None:
                     call(facts)
@@ -223,7 +231,7 @@ def _job(
     return work
 
 
-def tell(prepared: Any) -> None:
+def tell(prepared: Prepared) -> None:
     """Say before the first round what to expect, where that is little."""
     from fedveil.federation.forecast import forecast
 

@@ -518,7 +518,7 @@ def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return out
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # a whole number with thousands of digits

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
+
+from fedveil.data.partition import Partition
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
 from fedveil.federation.round import Task, moment_of, start
@@ -21,7 +23,7 @@ from fedveil.protect.setting import Moment
 
 
 def harmonize(
-    task: Task, config: RunConfig, dealt: Any, before: Sequence[Event] = ()
+    task: Task, config: RunConfig, dealt: Partition, before: Sequence[Event] = ()
 ) -> tuple[Task, tuple[str, ...]]:
     """Give the task (or each client) the smallest sigma that keeps its sound epsilon within the budget.
 
@@ -72,7 +74,7 @@ def delta_of(config: RunConfig, client: int) -> float:
     return deltas[client % len(deltas)]
 
 
-def by_formula(task: Task, config: RunConfig, dealt: Any) -> tuple[Task, tuple[str, ...]]:
+def by_formula(task: Task, config: RunConfig, dealt: Partition) -> tuple[Task, tuple[str, ...]]:
     """Give a recipe the noise of its method's own formula for recipe.epsilon and delta.
 
     Formal guarantee: none by itself; the ledger states what this noise is worth, as for any other.
@@ -119,9 +121,7 @@ def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: in
     return [replace(c.event, steps=c.event.steps * rounds) for c in found if c.event is not None]
 
 
-def _zeros(task: Task) -> Any:
-    import numpy as np
-
+def _zeros(task: Task) -> np.ndarray:
     return np.zeros(task.layout.size, np.float32)
 
 

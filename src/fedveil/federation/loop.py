@@ -97,7 +97,7 @@ Turn = tuple[State, dict[str, Any], dict[str, Any]]  # next state, public facts,
 def prepare(
     config: RunConfig,
     dataset: Dataset | Table | None = None,
-    module: Any = None,
+    module: nn.Module | None = None,
     *,
     dealt: Partition | None = None,
     root: int | bytes | None = None,
@@ -123,7 +123,8 @@ def prepare(
 
 
 def _prepared(
-    config: RunConfig, dataset: Dataset, module: Any, dealt: Partition | None, root: int | bytes, looked: Looked | None
+    config: RunConfig, dataset: Dataset, module: nn.Module | None, dealt: Partition | None, root: int | bytes,
+    looked: Looked | None,
 ) -> Prepared:
     dataset = with_features(dataset, config)
     check_config(config)
@@ -384,7 +385,7 @@ def run(
     resume: bool = False,
     on_round: OnRound | None = None,
     dataset: Dataset | Table | None = None,
-    module: Any = None,
+    module: nn.Module | None = None,
     command: str = "",
     on_start: Callable[[Prepared], None] | None = None,
 ) -> dict[str, Any]:
@@ -853,7 +854,9 @@ def save_model(path: Path, weights: np.ndarray, layout: Layout) -> None:
     store.write_atomic(path, save({name: np.ascontiguousarray(t.numpy()) for name, t in named.items()}))
 
 
-def trained(folder: Path, config: RunConfig, dataset: Dataset | Table | None = None, module: Any = None) -> Any:
+def trained(
+    folder: Path, config: RunConfig, dataset: Dataset | Table | None = None, module: nn.Module | None = None
+) -> nn.Module:
     """The module with the weights that a finished run saved."""
     from safetensors.numpy import load_file
 

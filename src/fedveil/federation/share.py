@@ -85,5 +85,5 @@ def _named(dataset: str) -> str:
     return Path(dataset).name
 
 
-def _json(value: Any, indent: int | None = 2) -> bytes:
+def _json(value: object, indent: int | None = 2) -> bytes:
     return (json.dumps(value, indent=indent) + "\n").encode()

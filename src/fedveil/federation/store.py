@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -26,6 +26,11 @@ from fedveil.federation.round import State, blank
 from fedveil.protect.aggregate import Mean, Momentum
 from fedveil.protect.catalogue import named_code
 from fedveil.protect.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    
+    from fedveil.privacy.ledger import Ledger
 
 PACKAGES = ("fedveil", "torch", "numpy", "scipy", "dp-accounting", "scikit-learn")
 TABLE = "table.json"  # constants of a table's columns, with what they cost
@@ -63,7 +68,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     write_atomic(path, (json.dumps(_finite(value), indent=2, allow_nan=False) + "\n").encode())
 
 
@@ -267,7 +272,7 @@ class Run:
         return read_json(path) if path.exists() else None
 
     @property
-    def module(self) -> Any:
+    def module(self) -> nn.Module:
         """The trained model: built anew, with the weights of model.safetensors."""
         from fedveil.federation.loop import trained
 
@@ -279,7 +284,7 @@ class Run:
         told = "not finished" if done is None else f"{done['rounds']} rounds, {done['stopped']}"
         return f"<Run {self.config.recipe} on {self.config.dataset}: {told}, {self.path}>"
 
-    def ledger(self, rounds: int | None = None) -> Any:
+    def ledger(self, rounds: int | None = None) -> Ledger:
         """The run's ledger, opened for reading, as it was after that many rounds if given."""
         from fedveil.privacy.ledger import Ledger
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import ServerApp
+    from flwr.serverapp import Grid, ServerApp
 
     from fedveil.flower.node import RootOf
     from fedveil.flower.private import Private, private_mod
@@ -47,7 +48,7 @@ def client_app(root_of: RootOf | None = None) -> ClientApp:
 
     app = ClientApp()
 
-    def reply(kind: str, message: Any, context: Any) -> Any:
+    def reply(kind: str, message: Message, context: Context) -> Message:
         from fedveil.flower.owner import owner_of
 
         owner = owner_of(context.node_config)
@@ -61,11 +62,11 @@ def client_app(root_of: RootOf | None = None) -> ClientApp:
         return wire.answer(message, *answer(kind, facts, arrays, owner, root_of=root_of))
 
     @app.query()
-    def hello(message: Any, context: Any) -> Any:
+    def hello(message: Message, context: Context) -> Message:
         return reply("hello", message, context)
 
     @app.train()
-    def train(message: Any, context: Any) -> Any:
+    def train(message: Message, context: Context) -> Message:
         return reply("round", message, context)
 
     return app
@@ -83,7 +84,7 @@ def server_app(config: str | Path, root: int | bytes | None = None, trust_code: 
     app = ServerApp()
 
     @app.main()
-    def main(grid: Any, context: Any) -> None:
+    def main(grid: Grid, context: Context) -> None:
         from fedveil.errors import UserError
         from fedveil.federation.config import TRUSTED, load_config
         from fedveil.flower.server import options_of, serve

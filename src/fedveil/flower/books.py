@@ -15,12 +15,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import UserError
 from fedveil.flower import limits
 from fedveil.flower.contract import Contract, Refused
 from fedveil.flower.owner import Owner
+
+if TYPE_CHECKING:
+    from fedveil.privacy.events import Release
+    from fedveil.privacy.ledger import Ledger
 
 FILTER = "filter"  # see privacy.ledger.worst
 LOCK_PATIENCE = 60.0  # seconds to wait for another message of this node that holds the ledger
@@ -138,7 +142,7 @@ def forget(owner: Owner) -> list[str]:
     return gone
 
 
-def open_ledger(owner: Owner, contract: Contract, secure: bool) -> Any:
+def open_ledger(owner: Owner, contract: Contract, secure: bool) -> Ledger:
     """The node's ledger, locked; started if there was none and none is expected.
 
     Raises `Refused` (told to the server, without particulars) and logs the reason for the owner if the ledger is lost,
@@ -196,7 +200,7 @@ def budgets_of(contract: Contract) -> tuple[Any, ...]:
 
 
 def charge(
-    owner: Owner, contract: Contract, release: Any, secure: bool, origin: Mapping[str, str] | None = None
+    owner: Owner, contract: Contract, release: Release, secure: bool, origin: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
     """Write the release to the node's ledger and anchor it, both synced, or refuse it if it is over the owner's budget.
 

@@ -292,7 +292,7 @@ def _admit(contract: Contract, request: Request, now: float) -> Admitted:
     return Admitted(recipe, submitter)
 
 
-def decide_sum(terms: SumTerms | None, config: Any) -> None:
+def decide_sum(terms: SumTerms | None, config: RunConfig) -> None:
     """Raise `Refused` unless the run's secure sum is at least as safe as the owner asks for."""
     from fedveil.federation.sums import Terms
 
@@ -376,7 +376,7 @@ def _flat(changes: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _within(bounds: Bounds, config: Any, takes_steps: bool = True) -> None:
+def _within(bounds: Bounds, config: RunConfig, takes_steps: bool = True) -> None:
     """takes_steps: a node that sends a sum of gradients takes none, so the learning rate is the server's own matter."""
     ends = [config.learning_rate, config.learning_rate_end] if takes_steps else []
     rates = [rate for rate in ends if rate is not None]

@@ -98,7 +98,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """The one way to write a plain value down for hashing and signing."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
@@ -196,6 +196,6 @@ def is_one_of(names: Iterable[str]) -> Check:
     return lambda v: isinstance(v, str) and v in known
 
 
-def is_bool(value: Any) -> bool:
+def is_bool(value: object) -> bool:
     """true or false."""
     return isinstance(value, bool)

@@ -14,13 +14,17 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedveil.flower import books
 from fedveil.flower.contract import Contract, Refused
 from fedveil.flower.request import Request
+
+if TYPE_CHECKING:
+    from fedveil.federation.loop import Prepared
+    from fedveil.federation.round import State
 
 KEPT_RUNS = 8  # models of so many runs are remembered
 FOLDER = "models"
@@ -35,7 +39,7 @@ class Remembered:
     largest: float | None
 
 
-def before_training(prepared: Any, state: Any, request: Request, contract: Contract, home: Path) -> None:
+def before_training(prepared: Prepared, state: State, request: Request, contract: Contract, home: Path) -> None:
     """Raise `Refused` for a model that the contract's checks do not let through."""
     from fedveil.federation import checks
 
@@ -61,14 +65,14 @@ def before_training(prepared: Any, state: Any, request: Request, contract: Contr
         raise Refused(f"contract: {wrong[0]}")
 
 
-def _range(contract: Contract, prepared: Any) -> tuple[float, float]:
+def _range(contract: Contract, prepared: Prepared) -> tuple[float, float]:
     """The public range of inputs; tables are mapped to [-1, 1]."""
     if contract.data is None:
         return prepared.dataset.pixel_range or (-1.0, 1.0)
     return (-1.0, 1.0) if contract.data.columns else contract.data.range
 
 
-def _moved(prepared: Any, state: Any, request: Request, home: Path) -> list[str]:
+def _moved(prepared: Prepared, state: State, request: Request, home: Path) -> list[str]:
     """Did the model move further than the rounds since this node saw it last can have moved it? A node that sees the run for
     the first time, or an earlier round again (a server that was continued), counts from the agreed first model."""
     from fedveil.federation import checks

@@ -27,7 +27,14 @@ from fedveil.flower.request import Request, read_request, signed, state_of
 from fedveil.flower.wire import Facts
 
 if TYPE_CHECKING:
+    from fedveil.data.datasets import Dataset
+    from fedveil.federation.loop import Prepared
     from fedveil.federation.round import State, Upload
+    from fedveil.flower.contract import Data
+    from fedveil.privacy.events import Claim, Release
+    from fedveil.privacy.ledger import Ledger
+    from fedveil.protect.recipe import Recipe
+    from fedveil.protect.setting import Moment
 
 RootOf = Callable[[RunConfig, int], "int | bytes"]
 Reply = tuple[Facts, dict[str, np.ndarray]]
@@ -201,11 +208,11 @@ def play(
 class _Coming:
     """A round that the contract allows, before it is charged."""
 
-    prepared: Any
+    prepared: Prepared
     state: State
-    now: Any
-    recipe: Any
-    release: Any
+    now: Moment
+    recipe: Recipe
+    release: Release
 
 
 def _coming(
@@ -240,7 +247,8 @@ def _coming(
         now = replace(now, arrived=_crowd(owner))
     clips = now.bounds
     if recipe.clip.rule.rescales:  # the clip to 1 of scaled gradients is one to this length of plain ones
-        clips = (float(np.sqrt(np.sum(state.clip.square, dtype=np.float64))),)
+        memory: Any = state.clip  # of AdaClip, or of a rule like it
+        clips = (float(np.sqrt(np.sum(memory.square, dtype=np.float64))),)
     decide_round(contract, recipe, clips, now.sigmas, now.epsilon)
     release = own_release(prepared, now, owner.client)
     decide_claims(contract, [claim for _, claims in release.groups for claim in claims])
@@ -341,9 +349,9 @@ def _sum_keys(owner: Owner, contract: Contract, clients: int) -> tuple[bytes, ..
 
 
 def _upload(
-    prepared: Any,
+    prepared: Prepared,
     state: State,
-    now: Any,
+    now: Moment,
     request: Request,
     contract: Contract,
     owner: Owner,
@@ -371,13 +379,13 @@ def _upload(
     return noise_alone(prepared, state, now, owner.client)
 
 
-def _fits(upload: Upload, prepared: Any) -> bool:
+def _fits(upload: Upload, prepared: Prepared) -> bool:
     if upload.bits is not None:
         return True
     return upload.update.shape == (prepared.task.layout.size,) and bool(np.isfinite(upload.update).all())
 
 
-def noise_alone(prepared: Any, state: State, now: Any, client: int) -> Upload:
+def noise_alone(prepared: Prepared, state: State, now: Moment, client: int) -> Upload:
     """The upload of a client all of whose records add nothing: the recipe's noise and nothing else."""
     from fedveil.federation.round import plan_of, recipe_of, uploads_of, work_of
     from fedveil.training import pool
@@ -399,8 +407,8 @@ def noise_alone(prepared: Any, state: State, now: Any, client: int) -> Upload:
 
 
 def _with_data(
-    prepared: Any, request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]
-) -> Any:
+    prepared: Prepared, request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]
+) -> Prepared:
     """The same preparation with the owner's records in it, behind the run's fixed features."""
     told = cache["data key"] if contract.data is None else f"{contract.data} {owner.data} {_changed(owner.data)}"
     key = f"{told} {request.config.features}"
@@ -415,7 +423,7 @@ def _with_data(
     return replace(prepared, task=replace(prepared.task, x=x, y=y))
 
 
-def _records(data: Any, owner: Owner) -> Any:
+def _records(data: Data, owner: Owner) -> Dataset:
     """The owner's file as the contract describes it."""
     from fedveil.flower.owndata import dataset_of, read_rows
 
@@ -432,7 +440,7 @@ def _changed(path: str) -> str:
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
-def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Any:
+def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Prepared:
     """The simulator's `Prepared` with one client, this one, and without data: its form comes from the contract."""
     from fedveil.data.partition import Partition
     from fedveil.federation.loop import prepare
@@ -484,7 +492,7 @@ def _budget(config: RunConfig, client: int) -> float:
     return config.client_epsilons[client % len(config.client_epsilons)]
 
 
-def own_release(prepared: Any, now: Any, client: int) -> Any:
+def own_release(prepared: Prepared, now: Moment, client: int) -> Release:
     """This node's ledger entry for taking part in one round.
 
     A node knows when it takes part and cannot check how others are drawn, so it counts every participation
@@ -505,7 +513,7 @@ def own_release(prepared: Any, now: Any, client: int) -> Any:
     return replace(found, groups=groups)
 
 
-def _filtered(claim: Any) -> Any:
+def _filtered(claim: Claim) -> Claim:
     """A sound claim that adds up, to be composed by a filter."""
     adds_up = claim.verdict == "sound" and claim.accountant is None and claim.scope != "single"
     return replace(claim, accountant=books.FILTER) if adds_up else claim
@@ -536,7 +544,7 @@ def _to_shuffler(owner: Owner, request: Request, bits: np.ndarray, size: int) ->
     asyncio.run(send_round(owner.shuffler, request.ticket, str(owner.client), frames, secret))
 
 
-def ledger_of(home: Path) -> Any:
+def ledger_of(home: Path) -> Ledger:
     """A node's ledger, for reading."""
     from fedveil.privacy.ledger import Ledger
 

@@ -41,6 +41,7 @@ from fedveil.flower.roster import Member, Roster
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
+    from fedveil.privacy.events import Observer, Unit
 
 INVITE, JOINED, ROTATED = "fedveil invite 1", "fedveil joined 1", "fedveil rotated 1"
 
@@ -84,8 +85,8 @@ def contract_of_study(
     *,
     study: str,
     epsilon: float | None,
-    observer: Any = "server",
-    unit: Any = "example",
+    observer: Observer = "server",
+    unit: Unit = "example",
     delta: float = 1e-5,
     valid_until: str = "",
     submitters: Sequence[str] = (),

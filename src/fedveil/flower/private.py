@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
@@ -49,7 +49,7 @@ from fedveil.protect.setting import Moment, Setting
 from fedveil.protect.upload import Channel, Thin
 
 RECORD = "fedveil"
-Mod = Callable[[Message, Any, Callable[[Message, Any], Message]], Message]
+Mod = Callable[[Message, Any, Callable[[Message, Context], Message]], Message]
 
 
 def playable(recipe: str | Recipe, changes: Mapping[str, Any] = {}) -> Recipe:
@@ -151,7 +151,7 @@ def private_mod(
     """
     own = playable(recipe, changes)
 
-    def mod(message: Message, context: Any, call_next: Callable[[Message, Any], Message]) -> Message:
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         order = _order(message, own)
         sent = next(iter(message.content.array_records.values()))
         shape = Shape.of(sent)
@@ -185,7 +185,7 @@ def _order(message: Message, own: Recipe) -> ConfigRecord:
 
 
 def _trained(
-    message: Message, context: Any, call_next: Callable[[Message, Any], Message], shape: Shape, before: np.ndarray
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message], shape: Shape, before: np.ndarray
 ) -> tuple[str, np.ndarray]:
     """Name of the arrays and the update of the user's own training; zeros if it failed: that it did may tell of its data."""
     name = next(iter(message.content.array_records))
@@ -200,7 +200,7 @@ def _trained(
         return name, np.zeros(shape.layout.size)
 
 
-def _node_folder(base: Path, context: Any) -> Path:
+def _node_folder(base: Path, context: Context) -> Path:
     who = context.node_config.get("partition-id", context.node_id)
     return base / f"node-{who}"
 

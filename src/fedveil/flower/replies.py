@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedveil.flower import identity, limits, wire
 from fedveil.flower.request import payload
 from fedveil.flower.roster import Roster
+
+if TYPE_CHECKING:
+    from flwr.app import Message
 
 SIGNED_AS = "reply"
 MOST_EXAMPLES = 2**31
@@ -63,7 +66,7 @@ class Greeting:
 
 
 def read_reply(
-    reply: Any, largest: int, nonce: str, roster: Roster | None
+    reply: Message, largest: int, nonce: str, roster: Roster | None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Facts and arrays of a reply that is well-formed, answers this very message and, with a roster, is signed."""
     try:
@@ -99,7 +102,7 @@ def _check_signature(
         raise Unusable("rejected", f"the signature of node {client} ({member.name}) is wrong")
 
 
-def greeting(reply: Any, nonce: str, roster: Roster | None, clients: int) -> Greeting:
+def greeting(reply: Message, nonce: str, roster: Roster | None, clients: int) -> Greeting:
     """A node's answer to "who are you"."""
     facts, arrays = read_reply(reply, 0, nonce, roster)
     try:
@@ -114,7 +117,7 @@ def greeting(reply: Any, nonce: str, roster: Roster | None, clients: int) -> Gre
 
 
 def round_reply(
-    reply: Any, largest: int, nonce: str, roster: Roster | None, expected: tuple[int, int, int]
+    reply: Message, largest: int, nonce: str, roster: Roster | None, expected: tuple[int, int, int]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A node's answer to a round; expected: (round, client, ticket)."""
     facts, arrays = read_reply(reply, largest, nonce, roster)

@@ -15,6 +15,7 @@ from fedveil.flower.contract import Contract, Refused, own_recipe
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
+    from fedveil.federation.round import State, Task
     from fedveil.protect.recipe import Recipe
 
 SIGNED_AS = "request"
@@ -48,7 +49,7 @@ _SUM: dict[str, limits.Check] = {
 }
 
 
-def _is_sum(value: Any) -> bool:
+def _is_sum(value: object) -> bool:
     try:
         return bool(limits.fields(value, "sum", _SUM))
     except limits.Malformed:
@@ -183,7 +184,7 @@ def vector(arrays: Mapping[str, np.ndarray], name: str, size: int, largest: floa
     return value
 
 
-def state_of(arrays: Mapping[str, np.ndarray], task: Any, number: int, largest: float) -> Any:
+def state_of(arrays: Mapping[str, np.ndarray], task: Task, number: int, largest: float) -> State:
     """The server's weights and public memories as a state: only what the recipe broadcasts, if it fits and is sane."""
     from fedveil.federation.round import start
 

@@ -20,10 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import UserError
 from fedveil.flower import books, limits
+
+if TYPE_CHECKING:
+    from fedveil.flower.owner import Owner
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart
 STEADY = 60.0  # a process that ran so long begins with a short pause again
@@ -250,7 +253,7 @@ def _line(name: str, value: float, **labels: str) -> str:
     return f"{name}{{{inside}}} {value:g}" if inside else f"{name} {value:g}"
 
 
-def node_figures(owner: Any, epsilon: bool = True) -> str:
+def node_figures(owner: Owner, epsilon: bool = True) -> str:
     """A node's figures in Prometheus' text format, from its audit log and its ledger."""
     counts: Counter[tuple[str, str]] = Counter()
     path = owner.home / "audit.jsonl"

@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from fedveil.errors import UserError
 from fedveil.flower import limits
 from fedveil.flower.owner import Owner
 from fedveil.flower.wire import Facts, pack, unpack
+
+if TYPE_CHECKING:
+    from fedveil.flower.node import RootOf
 
 LARGEST = 2**30  # bytes of one message
 CALLERS = 32  # connections at once
@@ -62,7 +65,7 @@ def _silent(wrong: Exception) -> tuple[Facts, dict[str, np.ndarray]]:
     return {"status": "refused", "reason": f"the node's trainer does not answer ({type(wrong).__name__})"}, {}
 
 
-def serve(path: str, owner: Owner, *, root_of: Any = None, requests: int | None = None) -> None:
+def serve(path: str, owner: Owner, *, root_of: RootOf | None = None, requests: int | None = None) -> None:
     """Answer on the Unix socket `path`, one round at a time, until interrupted (or `requests` callers are done).
 
     root_of: see `client_app`; the shipped command never passes it.
@@ -95,7 +98,7 @@ def serve(path: str, owner: Owner, *, root_of: Any = None, requests: int | None 
 
 
 def _answer(
-    line: socket.socket, owner: Owner, root_of: Any, cache: dict[str, Any], working: threading.Lock
+    line: socket.socket, owner: Owner, root_of: RootOf | None, cache: dict[str, Any], working: threading.Lock
 ) -> None:
     from fedveil.flower.node import answer
 

@@ -9,12 +9,15 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy
 
 from fedveil.flower import limits
+
+if TYPE_CHECKING:
+    from flwr.app import Message, RecordDict
 
 FORMAT = 1
 FACTS, ARRAYS = "fedveil.facts", "fedveil.arrays"
@@ -26,7 +29,7 @@ Facts = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
 
-def content(facts: Mapping[str, Any], arrays: Arrays) -> Any:
+def content(facts: Mapping[str, Any], arrays: Arrays) -> RecordDict:
     """The records of one message."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -35,7 +38,7 @@ def content(facts: Mapping[str, Any], arrays: Arrays) -> Any:
     return RecordDict({FACTS: ConfigRecord({"json": document}), ARRAYS: ArrayRecord(named)})
 
 
-def answer(message: Any, facts: Mapping[str, Any], arrays: Arrays) -> Any:
+def answer(message: Message, facts: Mapping[str, Any], arrays: Arrays) -> Message:
     """A reply to `message`."""
     from flwr.app import Message
 

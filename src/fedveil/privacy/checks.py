@@ -11,7 +11,7 @@ MOST = 10**15  # of any count: beyond it floating point no longer tells neighbou
 MOST_STEPS = 10**12
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """The value as shown in a message, which stays readable whatever was given."""
     try:
         text = repr(value)

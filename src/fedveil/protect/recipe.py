@@ -413,7 +413,7 @@ def digest(recipe: Recipe) -> str:
     return hashed.hexdigest()
 
 
-def foreign_packages(value: Any) -> set[str]:
+def foreign_packages(value: object) -> set[str]:
     """The packages outside this one that a recipe's parts come from: those of their classes and of what these inherit."""
     found: set[str] = set()
     if not isinstance(value, (str, int, float, bool, tuple, list, type(None), Mapping)):
@@ -432,7 +432,7 @@ def _values(part: Any) -> list[Any]:
     return [] if _is_code(part) else list(getattr(part, "__dict__", {}).values())
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     """A class or a function, not a part with values."""
     return isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
 

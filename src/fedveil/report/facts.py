@@ -15,11 +15,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import UserError
 from fedveil.federation import store
 from fedveil.federation.store import Run
+
+if TYPE_CHECKING:
+    from fedveil.protect.recipe import Recipe
 
 COURSE_ACCOUNTANTS = ("pld", "rdp", "moments", "zcdp")
 MARKS = 12  # rounds at which epsilon is recomputed
@@ -52,7 +55,7 @@ class Facts:
 
     run: Run
     name: str
-    recipe: Any
+    recipe: Recipe
     unit: str
     metrics: tuple[dict[str, Any], ...]
     private: tuple[dict[str, Any], ...]
@@ -89,7 +92,7 @@ class Facts:
         return main_row(self.promise.rows, self.run.config.observer, self.unit)
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -22,6 +22,9 @@ from fedveil.report.attacks import percent
 from fedveil.report.facts import Facts, gather, number, sound_epsilon
 from fedveil.report.plots import Point, Series, short
 from fedveil.report.view import result_of, view
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 TEMPLATES = resources.files("fedveil.report") / "templates"
 
@@ -66,7 +69,7 @@ def asset(name: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Any:
+def _environment() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     found = Environment(
@@ -122,7 +125,7 @@ def comparison(runs: Sequence[Facts]) -> dict[str, Any]:
     label = "test accuracy" if share else "test result"
     return {
         "rows": rows,
-        "pareto": plots.pareto(points, value=label, observer=rows[0]["observer"], percent=share),
+        "pareto": plots.pareto(points, value=label, observer=str(rows[0]["observer"]), percent=share),
         "curves": plots.lines(
             curves, title=f"{label.capitalize()} over rounds", y_label=label, percent=share, top=1.0 if share else None
         ),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -16,6 +16,9 @@ from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card, percent
 from fedveil.report.facts import Facts, number
 from fedveil.report.plots import Series, short
+
+if TYPE_CHECKING:
+    from fedveil.protect.recipe import Recipe
 
 
 def view(facts: Facts, private: bool) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def _sigma(facts: Facts) -> str:
     )
 
 
-def _clip_words(recipe: Any) -> str:
+def _clip_words(recipe: Recipe) -> str:
     clip = recipe.clip
     if not clip.bounded:
         return "none"
@@ -452,7 +455,7 @@ def reproduce(facts: Facts, private: bool) -> dict[str, Any]:
     }
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False)

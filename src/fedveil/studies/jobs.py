@@ -7,7 +7,7 @@ import math
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from fedveil.studies.cells import (
     Train,
     key_of,
 )
+
+if TYPE_CHECKING:
+    from fedveil.data.datasets import Dataset
+    from fedveil.federation.config import RunConfig
 
 Result = dict[str, Any]
 
@@ -89,13 +93,13 @@ def _spend(job: Spend) -> Result:
 
 
 @lru_cache(maxsize=4)
-def _data(name: str, options: Changes, limit: int | None) -> Any:
+def _data(name: str, options: Changes, limit: int | None) -> Dataset:
     from fedveil.data.datasets import load
 
     return load(name, limit=limit, **dict(options))
 
 
-def _config(job: Train | Time, seed: int, **more: Any) -> Any:
+def _config(job: Train | Time, seed: int, **more: Any) -> RunConfig:
     from fedveil.federation.config import make_config
 
     # `cohort` is a part of the recipe here, and cohort_size None must not meet a dataset's own default.
@@ -104,7 +108,7 @@ def _config(job: Train | Time, seed: int, **more: Any) -> Any:
     )
 
 
-def _dataset(job: Train | Time) -> Any:
+def _dataset(job: Train | Time) -> Dataset:
     return _data(job.dataset, job.dataset_options, dict(job.settings).get("limit"))
 
 
@@ -120,7 +124,7 @@ def _train(job: Train, seed: int, folder: Path) -> Result:
     return _figures(place, config, result, time.process_time() - clock)
 
 
-def _figures(place: Path, config: Any, result: Result, cpu: float) -> Result:
+def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Result:
     from fedveil.federation.store import open_run
 
     done = open_run(place)

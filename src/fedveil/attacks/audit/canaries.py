@@ -311,8 +311,9 @@ def releases(staged: Staged, rounds: int) -> Iterator[tuple[State, dict[int, np.
         uploads: dict[int, np.ndarray] = {}
 
         def sent(
-            now: Any = now, state: State = state, clients: np.ndarray = clients, uploads: Any = uploads
-        ) -> Any:
+            now: Moment = now, state: State = state, clients: np.ndarray = clients,
+            uploads: dict[int, np.ndarray] = uploads,
+        ) -> Iterator[Upload]:  # fmt: skip
             for chunk, result in train_cohort(prepared, state, now, clients):
                 if not result.finite.all():
                     raise UserError("the audited run diverged, so the audit says nothing about it.")

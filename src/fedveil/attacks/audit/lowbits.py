@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy.stats import binom
@@ -51,6 +51,10 @@ from fedveil.protect.place import InSum
 from fedveil.protect.sampling import FullBatches
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork
+
+if TYPE_CHECKING:
+    from fedveil.federation.round import State
+    from fedveil.protect.setting import Moment
 
 Law = Literal["normal", "laplace", "lattice", "unsnapped"]
 REACH = 6  # neighbours of the estimated draw that are tried on either side
@@ -471,7 +475,7 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
     return merged, totals
 
 
-def _uploads(prepared: Prepared, clients: np.ndarray, state: Any, now: Any) -> list[Upload]:
+def _uploads(prepared: Prepared, clients: np.ndarray, state: State, now: Moment) -> list[Upload]:
     return [
         upload
         for chunk, result in train_cohort(prepared, state, now, clients)
@@ -480,7 +484,7 @@ def _uploads(prepared: Prepared, clients: np.ndarray, state: Any, now: Any) -> l
 
 
 def _client_releases(
-    prepared: Prepared, client: int, now: Any, state: Any
+    prepared: Prepared, client: int, now: Moment, state: State
 ) -> tuple[Releases, dict[bool, np.ndarray]]:
     """One client's upload: its clipped update, or nothing, with the client's own noise."""
     task, recipe = prepared.task, recipe_of(prepared.task, client)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from fedveil.federation.round import State, recipe_of, work_of
 from fedveil.federation.view import Seen, view
 from fedveil.jsons import plain
 from fedveil.keys import generator
+
+if TYPE_CHECKING:
+    from fedveil.protect.setting import Moment
 
 TYPES = {"2": "type2", "1": "type1", "0": "type0", "0-sanitised": "type0-sanitised"}
 COLOUR_FACTOR = (
@@ -88,7 +91,7 @@ def victims_of(prepared: Prepared, state: State, tap: str, count: int, seed: int
     return Victims(_leak(prepared, state, seen, batch, int(clients[0])), task.x[order], task.y[order], tap)
 
 
-def _moment(prepared: Prepared, state: State) -> Any:
+def _moment(prepared: Prepared, state: State) -> Moment:
     from fedveil.federation.round import moment_of
 
     return moment_of(prepared.task, state)
