@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -16,8 +16,12 @@ from fedveil.protect.law import Law
 from fedveil.protect.noised import Drawing
 from fedveil.training.optimisers import SGD, Optimiser
 
+if TYPE_CHECKING:
+    import torch
+
 ClipKind = Literal["none", "layer", "flat"]
 LossKind = Literal["cross-entropy", "squared"]
+Examples: TypeAlias = "np.ndarray | torch.Tensor"  # all clients' examples, or their targets
 
 
 @dataclass(frozen=True)

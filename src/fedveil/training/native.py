@@ -19,7 +19,7 @@ from fedveil.models import compile
 from fedveil.models.layout import Layout, layout_of
 from fedveil.protect import exact, noise
 from fedveil.protect.law import Staircase, kernel_of
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 
 _KINDS = (
     "linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm", "silu", "hardswish", "add",
@@ -63,8 +63,8 @@ def _why_not(plan: LocalPlan) -> str | None:
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Sequence[ClientWork],
     plan: LocalPlan,
     *,

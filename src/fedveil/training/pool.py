@@ -31,7 +31,7 @@ from fedveil.errors import UserError, did_you_mean
 from fedveil.models.layout import layout_of
 from fedveil.protect.bounded import check_bound
 from fedveil.training import reference
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional, graph, stacked
 
 ENGINES = ("auto", "native", "torch", "stacked", "graph", "functional", "reference")
@@ -113,8 +113,8 @@ def _why_not_native(module: nn.Module, plan: LocalPlan, device: str, dtype: torc
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Iterable[ClientWork],
     plan: LocalPlan,
     *,
@@ -144,8 +144,8 @@ def train(
 def stream(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Iterable[ClientWork],
     plan: LocalPlan,
     *,
@@ -196,7 +196,7 @@ def _engine(name: str) -> ModuleType:
     return {"stacked": stacked, "graph": graph, "functional": functional, "reference": reference}[name]
 
 
-def _chunk(name: str, module: nn.Module, x: Any, first: ClientWork, total: int | None) -> int:
+def _chunk(name: str, module: nn.Module, x: Examples, first: ClientWork, total: int | None) -> int:
     """What the cache holds; if the cohort is known, in chunks of nearly equal size."""
     if name != "stacked":
         return 1
@@ -299,8 +299,8 @@ class Workers:
         name: str,
         module: nn.Module,
         start: np.ndarray,
-        x: Any,
-        y: Any,
+        x: Examples,
+        y: Examples,
         chunks: Iterable[Sequence[ClientWork]],
         plan: LocalPlan,
         options: dict[str, Any],

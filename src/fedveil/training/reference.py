@@ -21,14 +21,14 @@ from torch.func import functional_call
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import factor, norm_of
 from fedveil.training import dropout, optimisers
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 
 
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Sequence[ClientWork],
     plan: LocalPlan,
     *,
@@ -46,8 +46,8 @@ def _client(
     module: nn.Module,
     layout: Layout,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: ClientWork,
     plan: LocalPlan,
     dtype: torch.dtype,
@@ -90,8 +90,8 @@ class _Figures:
 
 
 def _gradients(
-    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Any, y: Any, rows: list[int], step: int, work: ClientWork,
-    plan: LocalPlan, parts: Sequence[slice], figures: _Figures,
+    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Examples, y: Examples, rows: list[int], step: int,
+    work: ClientWork, plan: LocalPlan, parts: Sequence[slice], figures: _Figures,
 ) -> tuple[list[torch.Tensor], list[list[float]]]:  # fmt: skip
     """Each example's gradient (mapped, for AdaClip) and the norms of its parts; broken ones are left out where clipped."""
     gradients, sizes = [], []

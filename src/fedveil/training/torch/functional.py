@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
 from fedveil.training.torch.layers import Given, size_of, sum_up
@@ -147,8 +146,8 @@ class Net:
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Sequence[ClientWork],
     plan: LocalPlan,
     *,

@@ -33,7 +33,7 @@ from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import ORDERS
 from fedveil.training import dropout
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional
 from fedveil.training.torch.captures import Given, Outer, materialise, measure, sum_up
 from fedveil.training.torch.descent import Clipping, Pass
@@ -663,8 +663,8 @@ def _check_output(out: Any) -> None:
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Sequence[ClientWork],
     plan: LocalPlan,
     *,

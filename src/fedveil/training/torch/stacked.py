@@ -28,7 +28,7 @@ from torch import nn
 from fedveil.errors import UserError
 from fedveil.models import chain
 from fedveil.models.layout import Layout, layout_of
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
+from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
 from fedveil.training.torch.layers import (
@@ -328,8 +328,8 @@ def chunk_for(net: Net, width: int) -> int:
 def train(
     module: nn.Module,
     start: np.ndarray,
-    x: Any,
-    y: Any,
+    x: Examples,
+    y: Examples,
     work: Sequence[ClientWork],
     plan: LocalPlan,
     *,
