@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -11,12 +12,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def sdist(folder):
+    """The source distribution, made by the build backend; nothing compiled is in it."""
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed here")
+    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, cwd=ROOT, timeout=300)
+    (made,) = folder.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("src/native/module.cpp") for name in names) and not any(name.endswith(".so") for name in names)
+    return made
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", [True, False], ids=["with-compiler", "without-compiler"])
-def test_a_wheel_builds_installs_and_runs(compiler, tmp_path):
+@pytest.mark.parametrize(("kind", "compiler"), [("tree", True), ("tree", False), ("sdist", False)])
+def test_a_wheel_builds_installs_and_runs(kind, compiler, tmp_path):
     """Dependencies are those of this environment: what is tested is the wheel."""
     env = {**os.environ, **({} if compiler else {"CC": "/bin/false", "CXX": "/bin/false"})}
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)]
+    source = sdist(tmp_path) if kind == "sdist" else ROOT
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
