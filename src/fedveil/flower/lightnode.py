@@ -70,7 +70,7 @@ def supernode() -> None:
                 return start(command, **more)
 
         # An error of the server is worth another try: a node that ends with it is lost to its federation.
-        http_retry._RETRYABLE_STATUS_CODES |= {500}
+        http_retry._RETRYABLE_STATUS_CODES |= {http_retry.httpx.codes.INTERNAL_SERVER_ERROR}
         inner.time = _Clock({3: LOOK, 0.5: SHORT})  # type: ignore[attr-defined, assignment]
         inner.subprocess = Processes()  # type: ignore[attr-defined, assignment]
     flower_supernode()
