@@ -68,7 +68,7 @@ def moved(result):
     return result.arrays["layer.weight"].numpy().reshape(-1).astype(np.float64)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.9])
+@pytest.mark.parametrize("factor", [1.0, 0.9, 0.0])
 def test_noise_at_the_server_is_the_noise_that_is_claimed(factor, tmp_path, monkeypatch):
     """Each case fails a right wrapper with probability below 1e-6; a scale that is a tenth too small is found."""
     real = Noised.add

@@ -225,6 +225,16 @@ def test_every_control_has_a_name(page: Page, address: str) -> None:
         assert nameless == []
 
 
+@pytest.mark.parametrize("width", [1180, 390])
+def test_every_view_fits_a_desktop_and_a_phone(page: Page, address: str, width: int, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    for name, place in {"runs": "#/", "calculator": "#/calculator", "run": "#/run?id=sound"}.items():
+        page.goto(address + place)
+        page.locator("main table").first.wait_for()
+        page.screenshot(path=tmp_path / f"{name}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+
+
 def test_a_token_is_asked_for_and_remembered(page: Page, runs: Path) -> None:
     server, thread, url = start(runs, "a-token-of-some-length")
     try:
