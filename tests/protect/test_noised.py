@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from fedveil.errors import UserError
-from fedveil.protect import noise
+from fedveil.protect import exact, noise
 from fedveil.protect.law import LAWS, Staircase, kernel_of
 from fedveil.protect.noised import Drawing, Noised
 
@@ -104,3 +104,23 @@ def test_a_law_of_another_package_is_not_drawn_by_a_kernel_that_it_inherited():
         pass
 
     assert kernel_of(LAWS["gaussian"]) == "gaussian" and kernel_of(Mine()) == ""
+
+
+def test_the_event_counts_how_far_the_samplers_are_from_their_laws_in_every_coordinate():
+    grid = 2.0**-20
+    for law, error in (("gaussian", exact.gaussian_error(3.0 / grid)), ("laplace", exact.laplace_error())):
+        stated = Noised(LAWS[law], 3.0, 2.0, 50, grid=grid).event().noise
+        assert stated.ratio == 50 * error.ratio > 0 and stated.tail == 50 * error.tail
+    assert Noised(LAWS["gaussian"], 3.0, 2.0, 50, grid=grid).event().noise.tail > 0
+
+
+@pytest.mark.parametrize("grid", [0.0, 2.0**-20])
+def test_every_step_has_noise_of_its_own(grid):
+    steps = [drawing(grid=grid).add(NOTHING, KEY, step) for step in range(3)]
+    assert not any(np.any(steps[i] == steps[j]) for i in range(3) for j in range(i))
+
+
+def test_the_laws_draw_their_exact_samplers_at_their_own_scale():
+    for law, sampler in (("gaussian", exact.gaussian), ("laplace", exact.laplace)):
+        drawn = LAWS[law].units(KEY, 2, 50, 1e6, 0.0, "l2")
+        assert np.array_equal(drawn, sampler(KEY, 2, 50, 1e6))

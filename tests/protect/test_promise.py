@@ -228,3 +228,18 @@ def test_a_participant_knows_its_own_coin_and_colluders_theirs():
         (mine,) = {c.event.sampling for c in said if (c.observer, c.unit, c.verdict) == ("participants", "client", "sound")}
         found = [1.0 if s.kind == "none" else s.batch / s.population if s.kind == "fixed" else s.rate for s in (public, mine)]
         assert found == pytest.approx([drawn / clients, rate])
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed"])
+def test_a_secret_cohort_is_counted_at_its_rate(kind):
+    recipe = with_changes(get("dp-fedavg"), {"cohort": kind})
+    (claim,) = pick(claims(recipe, SETTING, moment(steps=1), 500), "public", "client", "sound")
+    assert claim.event.sampling.kind == kind and claim.event.sampling.rate == 0.1
+
+
+@pytest.mark.parametrize("name", ["fed-cdp-sound", "sum-cdp", "dp-fedavg"])
+def test_rounding_of_the_sums_is_in_the_bound(name):
+    recipe = get(name)
+    (noised, *_) = recipe.place.noised(recipe, SETTING, moment(steps=1), 500)
+    joint = recipe.clip.joint(4.0, SETTING.layers) * (2 if noised.relation == "replace-one" else 1)
+    assert joint < noised.bound < 1.01 * joint
