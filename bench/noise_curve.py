@@ -78,9 +78,13 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda row: row["sigma"])
 
 
+def _short(epsilon: float) -> str:
+    return f"{epsilon:,.0f}" if epsilon >= 100 else f"{epsilon:.3g}"
+
+
 def table(out: Path) -> None:
     for row in rows(out):
-        told = "–" if row["epsilon"] is None else f"{row['epsilon']:,.3g}"
+        told = "–" if row["epsilon"] is None else _short(row["epsilon"])
         low, high = row["imprint_interval"]
         stolen = f"{row['imprint']:.2f} [{low:.2f}, {high:.2f}] ({row['control']:.2f})"
         print(f"| {row['sigma']:g} | {told} | {row['exact']:.2f} | {stolen} | {row['mse']:.4f} | {row['label']:.2f} |")
@@ -109,9 +113,9 @@ def picture(out: Path, png: str) -> None:
     known = [row for row in found if row["epsilon"] is not None]
     above = axis.twiny()
     above.set(xscale="log", xlim=axis.get_xlim(), xlabel="ε at δ = 1e-5")
-    above.set_xticks([row["sigma"] for row in known], [f"{row['epsilon']:,.3g}" for row in known], fontsize=8, rotation=40)
+    above.set_xticks([row["sigma"] for row in known], [_short(row["epsilon"]) for row in known], fontsize=8, rotation=40)
     above.minorticks_off()
-    axis.legend(fontsize=9, loc="lower left")
+    figure.legend(*axis.get_legend_handles_labels(), fontsize=9, loc="outside lower center", ncols=2)
     figure.savefig(png, dpi=110)
 
 
