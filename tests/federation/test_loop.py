@@ -369,3 +369,10 @@ def test_a_cohort_that_the_promise_keeps_secret_is_in_no_public_file(tmp_path):
         records = [json.loads(line)["record"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
         said.append([record["groups"] for record in records if record["kind"] == "release"])
     assert said[0] == said[1]
+
+
+def test_a_round_is_in_the_ledger_on_disk_before_anybody_hears_of_it(tmp_path):
+    small = load_config("fed-cdp", ["dataset=cancer", "clients=2", "rounds=3", "local_steps=1", "report=false"])
+    heard = []
+    run(small, tmp_path, on_round=lambda facts: heard.append(Ledger.read(tmp_path / "ledger.jsonl").rounds))
+    assert heard == [1, 2, 3]
