@@ -269,6 +269,22 @@ def test_an_admitted_round_is_charged_with_time_run_and_submitter(tmp_path: Path
     )
 
 
+def test_a_round_is_on_disk_in_the_ledger_before_the_nodes_data_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = an_owner(tmp_path)
+    charged_then: list[int] = []
+    opened = node._records
+
+    def open_and_look(*given: Any) -> Any:
+        charged_then.append(charged(owner))
+        return opened(*given)
+
+    monkeypatch.setattr(node, "_records", open_and_look)
+    assert ask(owner, a_config())[0]["status"] == "ok"
+    assert charged_then == [1]
+
+
 def test_a_contract_ends_at_its_time(tmp_path: Path) -> None:
     ended = a_contract(valid_until="2020-01-01T00:00:00Z")
     assert "renew" in ask(an_owner(tmp_path, ended), a_config())[0]["reason"]
