@@ -68,10 +68,14 @@ def _patient(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.reconfigure(errors="replace")
-    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) or stream.isatty():
+    try:
+        number = stream.fileno()
+    except io.UnsupportedOperation:  # kept in memory by whoever calls this from Python
+        return stream
+    if stat.S_ISREG(os.fstat(number).st_mode) or stream.isatty():
         return stream
     stream.flush()
-    raw = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+    raw = io.BufferedWriter(_Pipe(number, "w", closefd=False))
     return io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=stream.line_buffering)
 
 
