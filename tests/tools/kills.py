@@ -28,7 +28,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import fuzz  # of this folder
+os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process whose libraries have threads may wait for them for ever
+
+import fuzz
 
 RECIPES = ("fed-cdp", "fed-cdp-sound", "fed-sdp", "adaclip", "quantile-clip", "fed-alpha-cdp-sound")
 SMALL = ("dataset=cancer", "clients=2", "rounds=4", "local_steps=2", "batch_size=4", "report=false")
