@@ -361,3 +361,8 @@ def test_a_run_that_flower_does_not_accept_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(stack, "flwr", lambda *_: said)
     with pytest.raises(UserError, match="no such app"):
         stack.submit({}, tmp_path, "there")
+
+
+def test_settings_of_a_node_that_are_nested_too_deep_are_refused() -> None:
+    with pytest.raises(UserError, match="--node-config"):
+        parse_node_config("a=" + "[" * 100_000)

@@ -96,3 +96,8 @@ def test_bad_values_name_the_option(change, word):
     arguments = {"epsilon": 1.0, "delta": 1e-5, **change}
     with pytest.raises(UserError, match=word):
         calibrate(arguments.pop("epsilon"), arguments.pop("delta"), **arguments)
+
+
+def test_an_epsilon_too_small_for_any_noise_is_refused_with_a_sentence():
+    with pytest.raises(UserError, match="No noise reaches"):
+        calibrate(1e-320, 1e-5)

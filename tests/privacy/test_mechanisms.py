@@ -202,3 +202,9 @@ def test_two_valued_reports_are_unbiased_and_exactly_ldp(epsilon, v, w, radius):
 def test_impossible_noise_names_the_option(noise, word):
     with pytest.raises(UserError, match=word):
         vector_guarantee(noise)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "laplace", "staircase", "joint-staircase"])
+def test_noise_whose_square_vanishes_is_refused(name):
+    with pytest.raises(UserError, match="noise-multiplier must be at least 1e-100"):
+        vector_guarantee(Noise(name, 1e-320, "l1"))

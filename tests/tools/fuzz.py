@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,13 @@ def spoil(value: Any, rng: random.Random) -> Any:
     where, key = rng.choice(spots)
     how = rng.random()
     if how < 0.8:
-        where[key] = rng.choice(ODD_VALUE)
+        where[key] = deepcopy(rng.choice(ODD_VALUE))  # a later change in it must not change the list
     elif how < 0.9:
         del where[key]
     elif isinstance(where, list):
-        where.append(where[key])
+        where.append(deepcopy(where[key]))
     else:
-        where[rng.choice(ODD_TEXT)[:50]] = where[key]
+        where[rng.choice(ODD_TEXT)[:50]] = deepcopy(where[key])
     return value
 
 

@@ -514,7 +514,7 @@ def parse_node_config(text: str) -> dict[str, Any]:
         if " ".join(pairs) != text.strip():
             raise ValueError("not only key=value pairs")
         return tomllib.loads("\n".join(pairs))
-    except (ValueError, tomllib.TOMLDecodeError) as wrong:
+    except (ValueError, RecursionError) as wrong:  # a TOMLDecodeError is a ValueError
         raise UserError(
             f"--node-config {text!r}: {wrong}; write key=value pairs with one space between, texts in double quotes"
         ) from None

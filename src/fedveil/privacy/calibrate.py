@@ -87,11 +87,14 @@ def _calibration(noise: Noise, found: Answer) -> Calibration:
                        found.accountant, found.verdict, found.reason, lam, nu)  # fmt: skip
 
 
+MOST_NOISE = 1e12  # no multiplier above is looked at
+
+
 def _guess(epsilon: float, delta: float, steps: int, rate: float) -> float:
     """A first multiplier, from zCDP as if sampling scaled the loss; only a starting point."""
     log = -math.log(max(delta, 1e-12))
-    root = math.sqrt(log + epsilon) - math.sqrt(log)
-    return max(rate * math.sqrt(steps / 2) / root, 0.3 if rate < 1 else 1e-3)
+    root = epsilon / (math.sqrt(log + epsilon) + math.sqrt(log))  # their difference, without cancelling
+    return min(max(rate * math.sqrt(steps / 2) / root, 0.3 if rate < 1 else 1e-3), MOST_NOISE)
 
 
 def _solve(
@@ -115,7 +118,7 @@ def _solve(
     while value(safe) > 0:
         low, bold = high, safe
         high, factor = high * factor, factor * 1.5
-        if high > 1e12:
+        if high > MOST_NOISE:
             raise UserError(
                 f"No noise reaches epsilon {target:g} at this delta with the accountant {accountant}."
             )

@@ -409,11 +409,18 @@ class TwoValued:
 Mechanism = Gaussian | Laplace | Staircase | JointStaircase | TwoValued
 
 
+SMALLEST_MULTIPLIER = 1e-100  # far below any use; its square and the square of its inverse are still numbers
+
+
 def check_noise(noise: Noise) -> None:
     """Refuse impossible numbers with the option's name and range."""
     checks.one_of("mechanism", noise.mechanism, MECHANISMS)
     checks.one_of("clip-norm", noise.norm, ("l1", "l2"))
     checks.positive("noise-multiplier", noise.multiplier)
+    if noise.multiplier < SMALLEST_MULTIPLIER:
+        raise UserError(
+            f"noise-multiplier must be at least {SMALLEST_MULTIPLIER:g}: the square of {noise.multiplier} vanishes."
+        )
     checks.count("dimension", noise.dimension, 1)
     checks.positive("width", noise.width)
     if noise.nu is not None:
