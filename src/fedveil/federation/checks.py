@@ -47,7 +47,7 @@ class Limits:
     alike: float = 0.995  # cosine from which two rows count as copies
     alike_share: float = 0.25  # of a layer's rows
     zero_share: float = 0.4  # rows of exact zeros beside others that are not
-    least_active: float = 0.1  # mean share of uniformly random inputs that switch a layer's units on
+    least_active: float = 0.1  # mean share of uniformly random inputs that switch a layer's units on; less for few units
     bias_ratio: float = 30.0  # bias over what a random input of its row amounts to
     own_factor: float = (
         20.0  # without a clip: how much further than one's own largest update the model may move
@@ -111,13 +111,21 @@ def _activity(
     weights: np.ndarray, module: nn.Module, layout: Layout, shape: tuple[int, ...], limits: Limits, low: float, high: float
 ) -> list[str]:  # fmt: skip
     """Layers with ReLU that hardly any random input switches on."""
+    quiet: dict[str, float] = {}
+    passed: set[str] = set()  # a layer that is used twice needs to be on once
     rng = np.random.default_rng(0)  # public and the same for everybody
     probe = torch.as_tensor(rng.uniform(low, high, (PROBES, *shape)).astype(np.float32))
-    seen: dict[str, list[float]] = {}
+
+    def look(name: str, out: torch.Tensor) -> None:
+        share = float((out > 0).float().mean())
+        units = min(out.shape[1:]) if out.dim() == 3 else out.shape[1]  # of three, either may count positions
+        if share < least_active(units, limits):
+            quiet[name] = share
+        else:
+            passed.add(name)
+
     handles = [
-        layer.register_forward_hook(
-            lambda _m, _i, out, name=name: seen.setdefault(name, []).append(float((out > 0).float().mean()))
-        )
+        layer.register_forward_hook(lambda _m, _i, out, name=name: look(name, out))
         for name, layer in module.named_modules()
         if isinstance(layer, nn.ReLU)
     ]
@@ -128,10 +136,16 @@ def _activity(
         for handle in handles:
             handle.remove()
     return [
-        f"{name}: random inputs switch on {100 * max(shares):.2g}% of the units"
-        for name, shares in seen.items()
-        if max(shares) < limits.least_active
+        f"{name}: random inputs switch on {100 * share:.2g}% of the units"
+        for name, share in quiet.items()
+        if name not in passed
     ]
+
+
+def least_active(units: int, limits: Limits = Limits()) -> float:
+    """The share of units that must be on. Noise alone turns each of a layer's units off as often as on, so few units may all
+    be off by chance: by Hoeffding's inequality an honest layer of noise is below this with probability 1e-6 at most."""
+    return min(limits.least_active, 0.5 - math.sqrt(math.log(1e6) / (2 * units)))
 
 
 def allowed_change(
