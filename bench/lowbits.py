@@ -78,6 +78,7 @@ def promised(prepared: Any) -> tuple[float | None, str]:
     from fedveil.federation.loop import release_of
     from fedveil.federation.round import moment_of, start
     from fedveil.privacy.accountants import answer
+    from fedveil.privacy.shuffle import shuffled_noise
 
     unit, observer = unit_of(prepared)
     now = moment_of(prepared.task, start(prepared.task, prepared.initial))
@@ -86,6 +87,9 @@ def promised(prepared: Any) -> tuple[float | None, str]:
     best = min(about, key=lambda c: ("sound", "nominal", "none").index(c.verdict))
     if best.event is None:
         return None, best.verdict
+    if best.accountant == "shuffle":
+        crowd = best.event.sampling.population or 1
+        return shuffled_noise(best.event.noise, crowd, prepared.config.delta).epsilon, best.verdict
     told = (answer([best.event], prepared.config.delta, name).epsilon for name in (best.accountant or "pld", "rdp"))
     return next((epsilon for epsilon in told if epsilon is not None), None), best.verdict
 
