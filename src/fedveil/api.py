@@ -31,7 +31,7 @@ from fedveil.federation.config import RunConfig, config_of, load_config, trustin
 from fedveil.federation.loop import OnRound
 from fedveil.federation.own_loop import Private
 from fedveil.federation.store import Run, open_run
-from fedveil.jsons import plain
+from fedveil.jsons import Document, plain
 from fedveil.models.layout import flatten
 from fedveil.privacy import checks
 from fedveil.protect.catalogue import catalogue, get
@@ -130,7 +130,7 @@ class Result:
         ]
         return max(found) if found else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """The trained weights as a plain state_dict."""
         return dict(self.module.state_dict())
 
@@ -228,7 +228,7 @@ def run(
 
 def _run(
     name: str | Recipe, data: Dataset | str | None, model: nn.Module | str | None, out: str | Path | None,
-    on_round: OnRound | None, resume: bool, progress: bool | None, settings: Mapping[str, Any],
+    on_round: OnRound | None, resume: bool, progress: bool | None, settings: Mapping[str, object],
 ) -> Result:  # fmt: skip
     changes = _dotted(settings)
     own = data if isinstance(data, Dataset) else None
@@ -269,7 +269,7 @@ def _told(config: RunConfig, on_round: OnRound | None, progress: bool | None) ->
 
 
 def fit(
-    data: Any,
+    data: object,
     *,
     epsilon: float,
     target: str | None = None,
@@ -344,8 +344,8 @@ ALONE_OPTIONS: Mapping[str, Any] = {
 
 
 def attack(
-    run: Result | str | Path | Recipe, kind: str = "gradient", *, recipe: Recipe | None = None, **options: Any
-) -> dict[str, Any]:
+    run: Result | str | Path | Recipe, kind: str = "gradient", *, recipe: Recipe | None = None, **options: object
+) -> Document:
     """Attack a run (gradient, malicious, exact, membership, attribute, decoder or all) and keep the results below it; or a
     recipe alone, at a model's initialisation (gradient).
 
@@ -379,7 +379,7 @@ def attack(
     return found if kind == "all" else found[kind]
 
 
-def _attack_alone(recipe: Recipe, chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _attack_alone(recipe: Recipe, chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> Document:
     config = campaign.gradient_config(
         recipe, chosen["dataset"], chosen["model"], victims=chosen["victims"], seed=chosen["seed"], tap=settings["tap"],
         batch=chosen["batch"], local_steps=chosen["local_steps"], noise_on=chosen["noise_on"], data=chosen["data"],
@@ -416,7 +416,7 @@ def make_private(
     loader: DataLoader,
     *,
     recipe: str | Recipe = "fed-cdp-sound",
-    loss: Any = "cross-entropy",
+    loss: object = "cross-entropy",
     epsilon: float | None = None,
     delta: float = 1e-5,
     epochs: int | None = None,
@@ -424,7 +424,7 @@ def make_private(
     out: str | Path | None = None,
     resume: bool = False,
     seed: int | None = None,
-    **changes: Any,
+    **changes: object,
 ) -> Private:
     """Make your own training loop private: batches from `private.loader`, gradients from `private.backward(batch)`, then
     `optimizer.step()` as ever, with any optimiser and schedule.
@@ -444,7 +444,7 @@ def make_private(
     )  # fmt: skip
 
 
-def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _dotted(settings: Mapping[str, object]) -> dict[str, object]:
     """Keywords as keys: clip_bound is clip.bound."""
     return {
         key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value for key, value in settings.items()

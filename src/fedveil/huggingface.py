@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from fedveil.api import make_private
 from fedveil.errors import UserError
-from fedveil.federation.own_loop import Private
+from fedveil.federation.own_loop import Private, PrivateLoader
 
 try:
     import accelerate  # noqa: F401  (a Trainer cannot be built without it)
@@ -35,7 +35,7 @@ class PrivateTrainer(Trainer):
     Formal guarantee: that of `Private.backward`, per example of the training set.
     """
 
-    def __init__(self, *args: Any, privacy: dict[str, Any], **options: Any) -> None:
+    def __init__(self, *args: object, privacy: dict[str, object], **options: object) -> None:
         super().__init__(*args, **options)
         if self.args.gradient_accumulation_steps != 1 or self.args.n_gpu > 1:
             raise UserError("PrivateTrainer: set gradient_accumulation_steps = 1 and one device; raise the batch size instead.")
@@ -43,7 +43,7 @@ class PrivateTrainer(Trainer):
         self.privacy = privacy
         self.private: Private | None = None
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> PrivateLoader:
         if self.private is None:
             loader: DataLoader = DataLoader(
                 self.train_dataset,  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class PrivateTrainer(Trainer):
             self.private = make_private(self.model, self.optimizer, loader, **settings)
         return self.private.loader
 
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: object, num_items_in_batch: object = None) -> torch.Tensor:
         model.train()
         assert self.private is not None
         return torch.tensor(self.private.backward(inputs))

@@ -51,7 +51,7 @@ class PrivateModule(LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch  # it has to stay the batch that was drawn
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: object, batch_idx: int) -> None:
         self.private.backward(batch)
         self.private.optimizer.step()  # not through Lightning, which passes a closure
 

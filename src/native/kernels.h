@@ -365,10 +365,10 @@ double norm_of(const float* x, int64_t n, bool l1) {
     for (; i + 4 * H <= n; i += 4 * H)
         for (int u = 0; u < 4; ++u) s[u] += term(x + i + u * H);
     for (; i < n; i += H) s[0] += term(x + i);
-    const D t = (s[0] + s[1]) + (s[2] + s[3]);
-    double sum = 0;
-    for (int j = 0; j < H; ++j) sum += t[j];
-    return l1 ? sum : __builtin_sqrt(sum);
+    D t = (s[0] + s[1]) + (s[2] + s[3]);
+    for (int left = H / 2; left; left /= 2)  // by halves: one after the other they would wait for each other
+        for (int j = 0; j < left; ++j) t[j] += t[j + left];
+    return l1 ? t[0] : __builtin_sqrt(t[0]);
 }
 
 void add_scaled(double* y, const float* x, double f, int64_t n) {

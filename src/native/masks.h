@@ -2,8 +2,15 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace fedveil {
+
+// Zeros that stay: of memory that is freed next, compilers leave out a plain memset.
+inline void wipe(void* data, size_t bytes) {
+    std::memset(data, 0, bytes);
+    asm volatile("" : : "r"(data) : "memory");
+}
 
 struct MaskKey {
     alignas(16) uint8_t round[15][16];
@@ -17,7 +24,7 @@ struct MaskKernels {
     void (*add64)(const MaskKey* keys, int count, uint8_t* words, size_t bytes);
 };
 
-// By name: "vaes" (two blocks at once) or "aes"; null if this CPU has no such instructions. There are no tables here: where
+// By name: "vaes512" (four blocks at once), "vaes" (two) or "aes"; null if this CPU has no such instructions. There are no tables here: where
 // there are no instructions a library that takes as long for every key does the work.
 const MaskKernels* mask_kernels(const char* name);
 

@@ -100,7 +100,7 @@ using LongOut = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
 std::vector<std::string> mask_ciphers() {
     std::vector<std::string> out;
-    for (const char* name : {"vaes", "aes"})
+    for (const char* name : {"vaes512", "vaes", "aes"})
         if (mask_kernels(name)) out.emplace_back(name);
     return out;
 }
@@ -121,7 +121,7 @@ void add_masks(nb::ndarray<Word, nb::ndim<1>, nb::c_contig, nb::device::cpu> wor
     nb::gil_scoped_release release;
     (sizeof(Word) == 4 ? kernels->add32 : kernels->add64)(schedules.data(), int(schedules.size()), data,
                                                            words.size() * sizeof(Word));
-    std::memset(static_cast<void*>(schedules.data()), 0, schedules.size() * sizeof(MaskKey));
+    wipe(schedules.data(), schedules.size() * sizeof(MaskKey));
 }
 
 // An array of `count` integers that fill(choice, cipher, stream, out) writes.

@@ -8,8 +8,6 @@ from fedveil.data.datasets import load
 from fedveil.errors import UserError
 from fedveil.models.layout import flatten, layout_of
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def digits():

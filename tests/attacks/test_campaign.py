@@ -1,14 +1,11 @@
 """All attacks one after the other: an interrupted campaign goes on where it stopped; exact inversion ends with noise."""
 
 import pytest
-import torch
 
 from fedveil.attacks import campaign
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
-
-torch.set_num_threads(1)
 
 
 def prepared_of(recipe, model="logistic", **changes):

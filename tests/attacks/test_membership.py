@@ -14,8 +14,6 @@ from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
 
-torch.set_num_threads(1)
-
 
 def test_confidence_is_the_logit_of_the_true_class_and_survives_saturation():
     rng = np.random.default_rng(0)

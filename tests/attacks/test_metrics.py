@@ -79,3 +79,13 @@ def test_matching_undoes_any_permutation(seed, n):
 def test_batch_labels_count_as_multisets():
     assert metrics.label_accuracy(np.array([[1, 1, 2]]), np.array([[2, 1, 3]])) == pytest.approx(2 / 3)
     assert metrics.label_accuracy(np.array([1, 2]), np.array([2, 2])) == 0.5
+
+
+def test_the_control_of_labels_is_what_the_same_guesses_get_of_others():
+    """Guesses that know their victim against guesses that always say the commonest label."""
+    truth = np.arange(40) % 10
+    control, chance = metrics.label_control(truth, truth)
+    assert control == pytest.approx(0.1, abs=0.03) and chance < 0.01
+    control, chance = metrics.label_control(truth, np.zeros(40, int))
+    assert control == 0.1 and chance == 1.0
+    assert metrics.label_control(truth[:1], truth[:1]) == (None, None)

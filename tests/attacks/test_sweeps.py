@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 sweeps = pytest.importorskip(
     "bench.leak_sweeps", reason="the benchmarks are not part of an installed package"
 )
-torch.set_num_threads(1)
-
 
 def test_pruning_nearly_everything_hides_the_image_and_pruning_a_little_does_not():
     found = {

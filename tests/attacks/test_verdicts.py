@@ -89,3 +89,11 @@ def test_odd_files_in_the_history_are_left_out(tmp_path):
     (tmp_path / "b.json").write_text("[1]")
     (tmp_path / "c.json").write_text(json.dumps({"schema": verdicts.ENTRY, "result": 3}))
     assert verdicts.read_history(tmp_path) == []
+
+
+def test_labels_that_are_read_count_beyond_what_guesses_for_others_get():
+    upload = {**IMAGES, "tap": "type0", "success_rate": 0.0, "label_accuracy": 0.62}
+    chance = row_of(verdicts.summary(ROWS, [entry({**upload, "label_control": 0.6, "label_chance": 0.4})]), "server")
+    assert "no more than chance" in chance["got"] and chance["means"].startswith("Nothing found")
+    read = row_of(verdicts.summary(ROWS, [entry({**upload, "label_control": 0.1, "label_chance": 0.002})]), "server")
+    assert "(10% by guesses for others)" in read["got"] and read["means"].startswith("Something was found")

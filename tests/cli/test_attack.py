@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fedveil.attacks.leakage import measure
@@ -10,8 +9,6 @@ from fedveil.cli import build
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import run as simulate
-
-torch.set_num_threads(1)
 
 
 def call(*words):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from fedveil.federation import loop
 from fedveil.federation.config import RunConfig, make_config, trusting_code
 from fedveil.federation.store import open_run
 from fedveil.flower import books, client_app, contract, limits, server_app
+from fedveil.flower import stack as stacks
 from fedveil.flower.contract import Allowed, Contract, Data, from_json, package_digest, recipe_digest, to_json
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.onboard import contract_of_study
@@ -257,3 +260,57 @@ def test_digests_of_our_own_recipes_name_no_files() -> None:
 
 def agreed_plain() -> Contract:
     return Contract("flu", 1, (), 1.0)
+
+
+def ended(stack: stacks.Stack, run: int, seconds: float = 300.0) -> str:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (state := stacks.status(stack.environment, run, stacks.NAME)).startswith("finished"):
+            return state
+        time.sleep(2)
+    raise AssertionError(f"run {run} did not end within {seconds} s")
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_a_real_superlink_plays_an_own_recipe_until_a_file_of_its_package_differs(
+    tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two SuperNodes with TLS and keys; the package is on the path of every process, as an installed one would be."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+    config = config_of()
+    agreed = agreed_on(config)
+    rules = tmp_path / "contract.toml"
+    contract.write_contract(rules, agreed)
+    private, public = table(tmp_path / "private.csv", 40, 1), table(tmp_path / "public.csv", 30, 9)
+    home = tmp_path / "f"
+    stack = stacks.up(home, 2, node_config={"contract": str(rules), "contract-digest": agreed.digest, "data": str(private)})
+    try:
+        def play(name: str) -> tuple[str, str, Path]:
+            options = {"out": str(tmp_path / name / "run"), "deadline": 120.0, "join": 60.0, "patience": 1,
+                       "public": str(public), "contract": str(rules)}  # fmt: skip
+            with trusting_code():
+                write_project(tmp_path / name, config, options)
+            number = stacks.submit(stack.environment, tmp_path / name, stacks.NAME)
+            state = ended(stack, number)
+            words = stacks.flwr(stack.environment, "log", str(number), stacks.NAME, "--show").stdout
+            return state, " ".join(words.split()), tmp_path / name / "run"
+
+        state, words, run = play("first")
+        assert state == "finished:completed", words
+        result = json.loads((run / "result.json").read_text())
+        assert result["recipe"] == "mine" and result["rounds"] == 2 and result["simulated"] is False
+        assert any(row["verdict"] == "sound" and row["observer"] == "server" for row in result["ledger"])
+        ledgers = [books.ledger_path(home / f"nodes/{client}") for client in range(2)]
+        assert [len(books.history(path)) for path in ledgers] == [2, 2]
+
+        (package / "laws.py").write_text(PACKAGE["laws.py"].replace("np.sqrt(2)", "np.sqrt(3)"))
+        state, words, run = play("second")
+        assert state == "finished:failed" and not (run / "result.json").exists()
+        assert [len(books.history(path)) for path in ledgers] == [2, 2]
+        for client in range(2):
+            said = (home / f"nodes/{client}/audit.jsonl").read_text()
+            assert "not the one the owner allowed" in said.splitlines()[-1]
+        assert "is not the one the owner allowed" in words
+    finally:
+        stacks.down(home)

@@ -177,6 +177,11 @@ def check_trouble(folder: Path) -> list[list[int]]:
     return survivors
 
 
+def charged(home: Path) -> int:
+    """Attempts in a node's own ledger; a node that was lost before its first upload has none."""
+    return int(ledger_of(home).participations()[0]) if (home / "ledger.jsonl").exists() else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adult-headline-b", "mnist-headline-b"])
 def test_eight_nodes_two_of_them_lost_train_the_simulators_model_bit_for_bit(name: str, tmp_path: Path, home: Path) -> None:
@@ -207,8 +212,7 @@ def test_with_real_noise_the_ledger_is_sound_for_the_server_and_accuracy_that_of
         assert rows[observer, "example"]["epsilon"] <= config.target_epsilon
     assert "the server with up to 1 nodes" in rows["server", "example"]["reason"]
     for client in range(8):
-        own = ledger_of(home / f"nodes/{client}")
-        assert sum(client in members for members in survivors) <= own.participations()[0] <= 2
+        assert sum(client in members for members in survivors) <= charged(home / f"nodes/{client}") <= 2
     models, simulations = zip(*(simulated(config, raw, seed, survivors) for seed in range(1, 6)), strict=True)
     print(json.dumps({"deployed": result["test_accuracy"], "simulated": simulations}))
     near, far = spread(models), max(np.linalg.norm(open_run(folder).state().weights - one) for one in models)

@@ -224,3 +224,66 @@ def test_secrets_of_another_run_that_ended_without_a_sum_go_a_day_later(tmp_path
     assert not here.exists()
     with pytest.raises(UserError, match="not newer"):
         failed.reply(3, b"")
+
+
+def synced(monkeypatch) -> list[str]:
+    """The paths of all that is synced from now on."""
+    found, usual = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        usual(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads names of open files from /proc")
+
+
+@needs_proc
+def test_that_an_attempt_was_begun_is_on_the_disk_up_to_the_nodes_home_before_its_keys_leave(tmp_path, monkeypatch):
+    """Otherwise a loss of power takes the note back, and the same attempt can be signed twice."""
+    federation = Federation(tmp_path)
+    found = synced(monkeypatch)
+    federation.reply(1, b"")
+    seat = federation.seat(1)
+    assert {str(folder) for folder in (seat.run, seat.run.parent, seat.home)} <= set(found)
+
+
+class Killed(BaseException):
+    pass
+
+
+@needs_proc
+def test_an_answer_from_a_record_that_a_kill_left_unsynced_is_synced_first(tmp_path, monkeypatch):
+    federation = Federation(tmp_path)
+    path = federation.seat(1).folder / "journal"
+    with monkeypatch.context() as patch:
+
+        def kill(descriptor: int) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+                raise Killed
+
+        patch.setattr(os, "fsync", kill)
+        with pytest.raises(Killed):
+            federation.reply(1, b"")
+    assert len(journal.read(path)) == 1
+    found = synced(monkeypatch)
+    federation.reply(1, b"")
+    assert str(path) in found and str(path.parent) in found
+
+
+@needs_proc
+def test_a_record_that_cannot_be_synced_is_taken_back(tmp_path, monkeypatch):
+    """A disk that fails once may forget what it was given: nothing is answered from there."""
+    path = tmp_path / "journal"
+    journal.append(path, b"first")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="input/output"):
+        journal.append(path, b"second")
+    assert journal.read(path) == [b"first"]

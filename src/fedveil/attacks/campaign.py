@@ -29,7 +29,7 @@ from fedveil.federation.config import RunConfig, config_of
 from fedveil.federation.loop import Prepared, check_recipe, prepare, raw_data, with_features
 from fedveil.federation.round import State, model_weights, moment_of, start
 from fedveil.federation.view import view
-from fedveil.jsons import plain
+from fedveil.jsons import Document, JsonObject, plain
 from fedveil.protect.law import Gaussian
 from fedveil.protect.place import AtServer, Reports
 from fedveil.protect.recipe import Recipe
@@ -40,10 +40,10 @@ BITS_SHARE = 0.2  # of an audit's level goes to low bits
 
 def gradient_config(
     recipe: str | Recipe, dataset: str, model: str, *, victims: int, seed: int, tap: str, batch: float | None = None,
-    local_steps: int = 1, noise_on: str | None = None, data: str | None = None, changes: Mapping[str, Any] | None = None,
+    local_steps: int = 1, noise_on: str | None = None, data: str | None = None, changes: Mapping[str, object] | None = None,
 ) -> RunConfig:  # fmt: skip
     """A configuration for attacking a recipe at the model's initialisation, without a run."""
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "dataset": dataset, "model": model, "seed": seed, "local_steps": local_steps,
         "partition": "iid", "rounds": 100, "data": data,
     }  # fmt: skip
@@ -60,7 +60,7 @@ def attack_gradients(
     *,
     out: Path | None = None,
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Measure each job; with `out`, one line per job is kept (finished ones are not run again) and a gallery drawn."""
 
     def run(name: str) -> measure.Outcome:
@@ -73,7 +73,7 @@ def attack_gradients(
     marked = "|".join(f"{k}={v}" for k, v in sorted(options.items()))
     wanted = {f"{name}|{marked}": name for name in jobs}
 
-    def run_and_keep(job: str) -> dict[str, Any]:
+    def run_and_keep(job: str) -> JsonObject:
         outcome = run(wanted[job])
         measure.keep(outcome, _pictures(out, job))
         return outcome.figures
@@ -100,7 +100,7 @@ def initial(prepared: Prepared) -> State:
 def attack_membership(
     prepared: Prepared, weights: np.ndarray, *, shadows_count: int = 16, pool_size: int = 1000, seed: int = 0,
     methods: Sequence[str] = membership.METHODS, path: np.ndarray | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """All membership attacks on final weights; the headline figures are those of online LiRA (or the first asked).
 
     path: the run's weights at its checkpoints, for whoever saw them (trajectory)."""
@@ -127,7 +127,7 @@ def attack_membership(
 
 def attack_attribute(
     prepared: Prepared, weights: np.ndarray, *, name: str | None = None, seed: int = 0
-) -> dict[str, Any]:
+) -> JsonObject:
     """Read a sensitive attribute of the training rows off the model's embeddings."""
     known = dict(prepared.dataset.attributes)
     if not known:
@@ -153,11 +153,11 @@ def attack_attribute(
 def attack_decoder(
     prepared: Prepared, weights: np.ndarray, *, victims: int = 100, seed: int = 0, out: Path | None = None,
     rows: int = 4000, sources: Sequence[Literal["embeddings", "outputs"]] = ("embeddings", "outputs"),
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """Decode training inputs from the model's embeddings; the attacker's own data are the first `rows` test rows."""
     dataset = prepared.dataset
     chosen = np.random.default_rng(seed).choice(len(dataset.x), min(victims, len(dataset.x)), replace=False)
-    figures: dict[str, Any] = {"kind": "decoder", "victims": len(chosen), "images": dataset.pixel_range is not None}
+    figures: JsonObject = {"kind": "decoder", "victims": len(chosen), "images": dataset.pixel_range is not None}
     for source in sources:
         found = decoder.decode(
             prepared.task.module, prepared.task.layout, weights, dataset.x_test[:rows], dataset.x[chosen],
@@ -193,7 +193,7 @@ def audit_run(
     rounds: int | None = None,
     seed: int = 0,
     significance: float = 0.05,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[JsonObject, int]:
     """Replay a run's recipe with canaries against the promise in its own ledger: (figures, exit code).
 
     rounds: replay only so many; they are held against what the ledger says after them."""
@@ -230,7 +230,7 @@ def audit_run(
 def plan_audit(
     path: Path | store.Run, *, canaries_count: int = 1000, rounds: int | None = None, seed: int = 0, significance: float = 0.05,
     factor: float = 2.0, of: planning.Of = "noise",
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """How many canaries, or how many rounds, a run's audit needs to find a promise broken by `factor` with 99%.
 
     of: what is wrong by that factor, the noise or a record's contribution (sampling rate, clip). With `rounds` given only
@@ -258,7 +258,7 @@ def plan_audit(
         return found, score.room
 
     found, room = planned(min(rounds or played, played))
-    facts: dict[str, Any] = {
+    facts: Document = {
         "kind": "audit-plan",
         "unit": unit,
         "observer": seat,
@@ -285,7 +285,7 @@ def audit_final_model(
     rounds: int | None = None,
     seed: int = 0,
     significance: float = 0.05,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[JsonObject, int]:
     """The promise to whoever gets the final model alone: (figures, exit code)."""
     run = opened(path)
     rounds = min(rounds or _played(run), _played(run))
@@ -302,7 +302,7 @@ def audit_final_model(
     return {"kind": "audit", **asdict(found), **facts}, found.exit_code
 
 
-def _bits(run: store.Run, units: int, seed: int, significance: float) -> dict[str, Any]:
+def _bits(run: store.Run, units: int, seed: int, significance: float) -> Document:
     """The low bits of a run's first round against what its ledger says after one round."""
     prepared = prepare(run.config)
     found = lowbits.look(prepared, units=units, significance=significance, seed=seed)
@@ -310,7 +310,7 @@ def _bits(run: store.Run, units: int, seed: int, significance: float) -> dict[st
     return {**asdict(found), "epsilon_promised": promised, "broken": found.broken(promised)}
 
 
-def _preparation(config: RunConfig, seed: int) -> dict[str, Any]:
+def _preparation(config: RunConfig, seed: int) -> Document:
     """Was the data prepared with what private rows show, unpaid? What a table's look has learnt is paid for in the ledger."""
     if config.table:
         return {"leaks": False, "reason": "", "looked_at": "a table's constants are declared or paid for in the ledger"}
@@ -322,7 +322,7 @@ def _preparation(config: RunConfig, seed: int) -> dict[str, Any]:
 def attack_malicious(
     prepared: Prepared, *, kinds: Sequence[malicious.Kind] = malicious.KINDS, bins: int = 512, batch: int = 64, clients: int = 8,
     seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """A server that sends models of its own making, against the run's recipe with the run's noise: one step on `batch`
     records of each client, alone and as a sum."""
     config = prepared.config
@@ -348,7 +348,7 @@ def attack_malicious(
             "share_interval": best["interval"], "control": best["control"], "batch": batch, "attacks": rows, **words}  # fmt: skip
 
 
-def _one_step(prepared: Prepared, batch: int) -> dict[str, Any]:
+def _one_step(prepared: Prepared, batch: int) -> JsonObject:
     """Changes of a configuration: the same recipe and noise, but one plain step on `batch` records of each client."""
     config = prepared.config
     protect = dict(config.protect)
@@ -361,7 +361,7 @@ def _one_step(prepared: Prepared, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def attack_exact(prepared: Prepared, *, batches: int = 8, seed: int = 0) -> dict[str, Any]:
+def attack_exact(prepared: Prepared, *, batches: int = 8, seed: int = 0) -> JsonObject:
     """Solve for the records behind one step of the run's own model, as the server gets it, with the run's noise.
 
     A net that begins with a dense layer and ReLU: batches of 4 by `exact.spear`. One dense layer alone: one record,
@@ -408,7 +408,7 @@ def final_weights(run: store.Run) -> np.ndarray:
     return model_weights(run.state())
 
 
-def save(folder: Path, kind: str, figures: Any, settings: Mapping[str, Any] | None = None) -> Path:
+def save(folder: Path, kind: str, figures: object, settings: Mapping[str, object] | None = None) -> Path:
     """Write `attacks/<kind>.json` below a run, and keep it beside earlier ones as `attacks/history/<kind>-<time>.json`."""
     history = folder / "history"
     history.mkdir(parents=True, exist_ok=True)
@@ -432,10 +432,10 @@ def taps_of(prepared: Prepared) -> list[str]:
 
 def attack_every_tap(
     jobs: Mapping[str, tuple[RunConfig, Callable[[Prepared], State]]], prepared: Prepared, *, out: Path | None, victims: int,
-    **options: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
+    **options: object,
+) -> list[JsonObject]:  # fmt: skip
     """Gradients at every tap; updates of as many clients as there are. A tap that cannot be attacked does not stop the others."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     wrong: UserError | None = None
     for tap in taps_of(prepared):
         most = victims if tap == "type2" else min(victims, prepared.partition.clients)
@@ -449,14 +449,14 @@ def attack_every_tap(
 
 
 def one_after_the_other(
-    folder: Path, attacks: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any], *, say: Callable[[str], None]
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path, attacks: Mapping[str, Callable[[], object]], settings: Mapping[str, object], *, say: Callable[[str], None]
+) -> JsonObject:  # fmt: skip
     """All attacks, each written as soon as it is done; those that an interrupted call with the same settings has done are not
     made again. What cannot be done on this run says why and does not stop the others."""
     notes, mark = folder / "under-way.json", json.loads(json.dumps(plain(dict(settings))))
     known = store.read_json(notes) if notes.exists() else {}
     done: list[str] = known["done"] if isinstance(known, dict) and known.get("settings") == mark else []
-    results: dict[str, Any] = {}
+    results: Document = {}
     for number, (name, attack) in enumerate(attacks.items(), 1):
         head = f"[{number}/{len(attacks)}] {name}"
         if name in done and (folder / f"{name}.json").exists():
@@ -478,7 +478,7 @@ def one_after_the_other(
     return results
 
 
-def summarise(path: Path | store.Run) -> dict[str, Any]:
+def summarise(path: Path | store.Run) -> JsonObject:
     """One row per seat: what it was promised, the best attack so far, what that got and means. Kept as
     `attacks/summary.json`."""
     run = store.open_run(path)

@@ -150,7 +150,7 @@ def shokri(
         if member.all() or not member.any():
             continue
         small = len(data) < 200
-        model: Any = (
+        model: object = (
             LogisticRegression(max_iter=500)
             if small
             else MLPClassifier((32,), max_iter=80, random_state=seed, early_stopping=True)

@@ -138,3 +138,15 @@ def label_accuracy(truth: np.ndarray, guess: np.ndarray) -> float:
         values, counts = np.unique(a, return_counts=True)
         hits += sum(min(int(n), int((b == v).sum())) for v, n in zip(values, counts, strict=True))
     return hits / truth.size
+
+
+def label_control(truth: np.ndarray, guess: np.ndarray, shuffles: int = 400) -> tuple[float | None, float | None]:
+    """(what the same guesses read of other victims' labels, how often that is as much as of their own).
+
+    The guesses are dealt to the victims at random (seed 0): the second number is the p-value of a permutation test of "the
+    guesses know nothing of their victim". Empty for a single victim."""
+    if len(truth) < 2:
+        return None, None
+    rng, own = np.random.default_rng(0), label_accuracy(truth, guess)
+    others = [label_accuracy(truth, np.asarray(guess)[rng.permutation(len(truth))]) for _ in range(shuffles)]
+    return float(np.mean(others)), (1 + sum(o >= own for o in others)) / (1 + shuffles)

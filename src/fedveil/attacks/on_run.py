@@ -22,7 +22,7 @@ def on_run(
     config = run.config if data is None else run.config.model_copy(update={"data": data})
     numbers = [int(r) for r in rounds.split(",") if r.strip()] or [run.rounds()[-1] if run.rounds() else 0]
 
-    def gradients() -> Any:
+    def gradients() -> object:
         jobs = {
             f"{config.recipe}|round {n}": (
                 config,
@@ -36,7 +36,7 @@ def on_run(
             rows = campaign.attack_gradients(jobs, out=folder, **options)
         return rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
 
-    def memberships() -> Any:
+    def memberships() -> object:
         known = [n for n in run.rounds() if n > 0]
         steps = known[:: max(1, len(known) // 8)] if len(known) > 1 else []
         return campaign.attack_membership(

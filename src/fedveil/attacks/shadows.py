@@ -23,6 +23,7 @@ from fedveil.protect.aggregate import Mean
 from fedveil.protect.memory import NOTHING
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork
+from fedveil.training.torch import descent
 
 POPULATION = 2500  # most population examples: more make rmia's scores finer, not better
 
@@ -89,7 +90,7 @@ def trainer(prepared: Prepared, asked: Pool, seed: int) -> TrainMany:
         shadows = [with_members(number, mask) for number, mask in enumerate(masks)]
         if _one_stack(prepared):
             return _stacked(shadows)
-        with pool.one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
+        with descent.one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
             return np.stack(list(threads.map(_federated, shadows)))
 
     return train_many

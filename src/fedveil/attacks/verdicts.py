@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedveil.jsons import Document, JsonObject
+
 ENTRY = "fedveil/attack/1"
 SUMMARY = "fedveil/attack-summary/1"
 MOST_FILES = 500
@@ -28,7 +30,7 @@ SEATS = {
     "public": "whoever gets the model",
 }
 
-SCHEMA: dict[str, Any] = {
+SCHEMA: JsonObject = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": SUMMARY,
     "type": "object",
@@ -69,7 +71,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def read_history(folder: Path) -> list[dict[str, Any]]:
+def read_history(folder: Path) -> list[Document]:
     """All kept results, oldest first; files that are not results are left out."""
     found = []
     for path in sorted(folder.glob("*.json"))[-MOST_FILES:] if folder.is_dir() else []:
@@ -86,7 +88,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda entry: str(entry.get("made")))
 
 
-def seat_of(result: Mapping[str, Any]) -> tuple[str, str] | None:
+def seat_of(result: Document) -> tuple[str, str] | None:
     """(observer, unit) that an attack speaks about."""
     kind = result.get("kind")
     if kind == "audit":
@@ -139,9 +141,20 @@ def strength(result: Mapping[str, Any]) -> tuple[float, str]:
         gain = max(0.0, 1 - error / blind) if error is not None and blind else 0.0
         return 0.5 * gain, f"{things} redrawn with {100 * gain:.0f}% less error than the mean of all"
     share = _number(result.get("success_rate")) or 0.0
-    labels = _number(result.get("label_accuracy"))
-    told = "" if labels is None else f", {100 * labels:.0f}% of the labels read"
-    return share, f"{100 * share:.0f}% of {result.get('victims', '?')} {things} rebuilt{told}"
+    read, told = _labels(result)
+    return max(share, read), f"{100 * share:.0f}% of {result.get('victims', '?')} {things} rebuilt{told}"
+
+
+def _labels(result: Mapping[str, Any]) -> tuple[float, str]:
+    """(how far labels were read beyond what the same guesses get of other victims, at most a quarter of an image; words)."""
+    labels, control, chance = (_number(result.get(f"label_{name}")) for name in ("accuracy", "control", "chance"))
+    if labels is None:
+        return 0.0, ""
+    if control is None or chance is None:  # one victim, or a result of an earlier version
+        return 0.0, f", {100 * labels:.0f}% of the labels read"
+    beyond = labels - control if chance < 0.05 else 0.0
+    word = "" if beyond > 0 else ", no more than chance"
+    return 0.25 * max(0.0, beyond), f", {100 * labels:.0f}% of the labels read ({100 * control:.0f}% by guesses for others{word})"
 
 
 def _membership(result: Mapping[str, Any]) -> tuple[float, str]:
@@ -159,7 +172,7 @@ def _membership(result: Mapping[str, Any]) -> tuple[float, str]:
     return best, words
 
 
-def meaning(promised: float | None, verdict: str, got: float, result: Mapping[str, Any]) -> str:
+def meaning(promised: float | None, verdict: str, got: float, result: Mapping[str, object]) -> str:
     """What a finding means for whoever answers for the data."""
     if result.get("kind") == "audit" and result.get("verdict") == "promise broken":
         return (
@@ -180,14 +193,14 @@ def meaning(promised: float | None, verdict: str, got: float, result: Mapping[st
     return "This seat learns about single records, and nothing was promised against it: keep it in trusted hands."
 
 
-def summary(rows: Sequence[Mapping[str, Any]], history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Mapping[str, object]], history: Iterable[Document]) -> Document:
     """The table: one row per seat and unit that the ledger knows or that was attacked."""
-    seats: dict[tuple[str, str], dict[str, Any]] = {}
+    seats: dict[tuple[str, str], dict[str, object]] = {}
     order = {"sound": 0, "nominal": 1, "none": 2}
     for row in sorted(rows, key=lambda r: order.get(str(r.get("verdict")), 3)):
         key = (str(row["observer"]), str(row["unit"]))
         seats.setdefault(key, {"promised": row.get("epsilon"), "verdict": row.get("verdict")})
-    tried: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    tried: dict[tuple[str, str], list[Mapping[str, object]]] = {}
     for entry in history:
         place = seat_of(entry["result"])
         if place is not None and place[0] in SEATS and "not_done" not in entry["result"]:
@@ -200,7 +213,7 @@ def summary(rows: Sequence[Mapping[str, Any]], history: Iterable[Mapping[str, An
     return {"schema": SUMMARY, "rows": table}
 
 
-def _best(held: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _best(held: Document, entries: Sequence[Mapping[str, Any]]) -> JsonObject:
     if not entries:
         return {
             "attack": None,

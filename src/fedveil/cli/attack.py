@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, figure, print_table
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import Document, JsonObject
 
 KINDS = ("gradient", "malicious", "exact", "membership", "attribute", "decoder", "all")
 RunArgument = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A finished run directory.")]
@@ -92,7 +93,7 @@ def attack(
 
     _check_attack(run, kind, leak, method, update_as)
     TRUSTED.set(trust_code)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "method": method, "tap": TYPES[leak], "victims": victims, "seed": seed, "iterations": iterations,
         "restarts": restarts, "oracle": oracle, "update_as": update_as, "aware": False if unaware else None,
     }  # fmt: skip
@@ -111,7 +112,7 @@ def attack(
         rows = campaign.attack_gradients(jobs, out=out, **options)
         if out is not None:
             campaign.save(out, "gradient", rows)
-        result: Any = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
+        result: object = rows[0] if len(rows) == 1 else {"kind": "gradient", "results": rows}
         emit(result, as_json, lambda: _show_gradients(rows))
         return
     from fedveil.attacks.on_run import on_run
@@ -235,7 +236,7 @@ def audit(
         raise typer.Exit(code)
 
 
-def _show_gradients(rows: list[dict[str, Any]]) -> None:
+def _show_gradients(rows: list[Document]) -> None:
     from fedveil.attacks.verdicts import things_of
 
     if not rows:
@@ -276,7 +277,7 @@ def _show_gradients(rows: list[dict[str, Any]]) -> None:
     print("\n".join(notes))
 
 
-def _membership_row(rates: dict[str, Any]) -> list[str]:
+def _membership_row(rates: Document) -> list[str]:
     """Four figures with their intervals; "-" where there is none."""
     return [
         "-" if rates[k] is None else "{:.3f} [{:.3f}, {:.3f}]".format(rates[k], *rates[f"{k}_interval"])
@@ -284,14 +285,14 @@ def _membership_row(rates: dict[str, Any]) -> list[str]:
     ]
 
 
-def _show_summary(summary: dict[str, Any]) -> None:
+def _show_summary(summary: Document) -> None:
     """One row per seat, for people."""
     from fedveil.attacks.verdicts import COLUMNS, cells
 
     print_table("What each seat can do", COLUMNS, [cells(row) for row in summary["rows"]])
 
 
-def _show_malicious(found: dict[str, Any]) -> None:
+def _show_malicious(found: Document) -> None:
     things = "images" if found["images"] else "records"
     columns = ["model sent", "clients in the sum", things, "given back", "control"]
     rows = [
@@ -307,7 +308,7 @@ def _show_malicious(found: dict[str, Any]) -> None:
     )
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: Document) -> None:
     from fedveil.report.attacks import empty_because
 
     for kind, found in results.items():
@@ -356,7 +357,7 @@ MEANING = {
 }
 
 
-def show_audit(found: dict[str, Any]) -> None:
+def show_audit(found: Document) -> None:
     """What an audit found, for people: the seat, the promise, what was shown, one sentence, and the next step."""
     from fedveil.attacks.verdicts import SEATS
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedveil.cli.common import JsonFlag, figure, print_table
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 
 CASES = {"no privacy": "demo-plain", "the paper's recipe": "demo-alpha", "the sound one": "demo-sound"}
 VICTIMS = 2
@@ -53,7 +54,7 @@ def demo(
     _show(rows, folder)
 
 
-def _case(title: str, name: str, folder: Path, quiet: bool) -> tuple[dict[str, Any], Any, Any]:
+def _case(title: str, name: str, folder: Path, quiet: bool) -> tuple[JsonObject, object, object]:
     """Train, attack and audit one configuration: its row, the true image and the attacker's."""
     from fedveil.attacks import campaign
     from fedveil.attacks.leakage import measure
@@ -64,7 +65,7 @@ def _case(title: str, name: str, folder: Path, quiet: bool) -> tuple[dict[str, A
     config = load_config(name)
     result = train_and_show_progress(config, folder, f"fedveil run {name}", quiet)
     # The run's own noise, on an update of one example: the worst case of what the server gets.
-    same: dict[str, Any] = {"sigma": prepare(config).task.recipe.sigma.first} if config.calibrate else {}
+    same: JsonObject = {"sigma": prepare(config).task.recipe.sigma.first} if config.calibrate else {}
     alone = campaign.gradient_config(
         config.recipe, config.dataset, config.model, victims=VICTIMS, seed=0, tap="type0", batch=1,
         changes={"sampling": "fixed", **same},
@@ -75,7 +76,7 @@ def _case(title: str, name: str, folder: Path, quiet: bool) -> tuple[dict[str, A
         restarts=0, oracle=False, update_as="gradient", aware=None,
     )  # fmt: skip
     campaign.save(folder / "attacks", "gradient", outcome.figures)
-    audit: dict[str, Any] = {}
+    audit: JsonObject = {}
     if config.built_recipe().private:
         audit, _ = campaign.audit_run(folder, canaries_count=300)
         campaign.save(folder / "attacks", "audit", audit)
@@ -90,7 +91,7 @@ def _case(title: str, name: str, folder: Path, quiet: bool) -> tuple[dict[str, A
     return row, outcome.truth[0, 0], outcome.guess[0, 0]
 
 
-def _draw(pictures: dict[str, Any], path: Path) -> None:
+def _draw(pictures: dict[str, object], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,7 +110,7 @@ def _draw(pictures: dict[str, Any], path: Path) -> None:
     pyplot.close(shown)
 
 
-def _show(rows: list[dict[str, Any]], folder: Path) -> None:
+def _show(rows: list[Document], folder: Path) -> None:
     columns = ["", "accuracy", "epsilon to the server", "verdict", "images rebuilt", "audit"]
     print_table(
         "The same digits, the same model, three ways (epsilon per example; images rebuilt by the server)",

@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedveil.cli.common import JsonFlag, emit
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 
 
 def register(app: typer.Typer) -> None:
@@ -100,11 +101,11 @@ def fit(
     emit(facts, as_json, lambda: _show(facts))
 
 
-def _short(source: Any) -> str:
+def _short(source: object) -> str:
     return Path(str(source)).name.partition(".")[0] or "fit"
 
 
-def _file(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _file(source: str) -> tuple[Document, JsonObject]:
     """Values and columns of a .toml file; nothing for other sources."""
     if not source.endswith(".toml"):
         return {}, {}
@@ -123,9 +124,9 @@ def _file(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _declared(
     group: str | None, drop: Sequence[str], ranges: Sequence[str], categories: Sequence[str], classes: str | None,
     missing: Sequence[str], task: str | None, test: str | None, split: str | None, scaling: str | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """The options as keys of `[table]`."""
-    given: dict[str, Any] = {"group": group, "task": task, "split": split, "scaling": scaling}
+    given: JsonObject = {"group": group, "task": task, "split": split, "scaling": scaling}
     given["drop"] = [name for word in drop for name in word.split(",") if name]
     given["missing"] = [name for word in missing for name in word.split(",") if name]
     given["classes"] = classes.split(",") if classes else None
@@ -139,7 +140,7 @@ def _declared(
     return {key: value for key, value in given.items() if value}
 
 
-def _range(word: str) -> dict[str, Any]:
+def _range(word: str) -> JsonObject:
     if word.endswith((".toml", ".json")):
         return _range_file(Path(word))
     column, sign, pair = word.partition("=")
@@ -152,11 +153,11 @@ def _range(word: str) -> dict[str, Any]:
         raise UserError(f"--ranges {word}: write column=low:high, e.g. age=0:110, or name a .toml or .json file.") from None
 
 
-def _range_file(path: Path) -> dict[str, Any]:
+def _range_file(path: Path) -> JsonObject:
     from fedveil.federation.config import read_toml_file
 
     if path.suffix == ".toml":
-        found: Any = read_toml_file(path)
+        found: object = read_toml_file(path)
     else:
         try:
             found = json.loads(path.read_text("utf-8"))
@@ -180,7 +181,7 @@ def _show_lines(lines: Sequence[tuple[str, str]]) -> None:
         print(f"{what:<9}{why}")
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _show(facts: Document) -> None:
     for line in facts["found"]:
         print(f"{'found':<9}{line}")
     for row in facts["ledger"]:

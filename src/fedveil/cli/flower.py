@@ -14,6 +14,7 @@ import typer
 from fedveil.cli import flower_host, flower_study
 from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 
 HomeOption = Annotated[Path, typer.Option("--home", help="Folder of the local federation.")]
 DEFAULT_HOME = Path(".fedveil-flower")
@@ -361,7 +362,7 @@ class _Course:
 
 
 def _show_end(
-    env: dict[str, str], name: str, number: int, state: str, out: Path, result: Mapping[str, Any] | None
+    env: dict[str, str], name: str, number: int, state: str, out: Path, result: Document | None
 ) -> None:
     import sys
 
@@ -464,7 +465,7 @@ def _stage(out: Path, before: str) -> str:
     return before
 
 
-def _line(line: dict[str, Any], rounds: int) -> str:
+def _line(line: JsonObject, rounds: int) -> str:
     """One round for people."""
     accuracy = line.get("test_accuracy")
     text = f"round {line['round']}/{rounds}  {line['arrived']} of {line['clients']} replies"
@@ -505,7 +506,7 @@ def trainer(
         raise typer.Exit(0) from None
 
 
-def parse_node_config(text: str) -> dict[str, Any]:
+def parse_node_config(text: str) -> JsonObject:
     """key=value pairs as flower-supernode reads them; values are TOML."""
     from fedveil.flower.owner import tomllib
 

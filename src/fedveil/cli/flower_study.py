@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,6 +11,7 @@ from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
 
 if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
     from fedveil.privacy.events import Observer, Unit
 
 RosterOption = Annotated[Path, typer.Option("--roster", help="File of the roster.")]
@@ -127,7 +128,7 @@ def contract(
     )  # fmt: skip
 
 
-def _config(name: str, change: list[str], trust_code: bool) -> Any:
+def _config(name: str, change: list[str], trust_code: bool) -> RunConfig:
     from fedveil.federation.config import TRUSTED, load_config
 
     TRUSTED.set(trust_code)

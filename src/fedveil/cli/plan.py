@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedveil.cli.common import DeltaOption, JsonFlag, emit, figure, one_of, print_table
 from fedveil.errors import UserError
+
+if TYPE_CHECKING:
+    from fedveil.federation.planner import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +81,7 @@ def plan(
     emit(data, as_json, lambda: _show(found, out))
 
 
-def _show(found: Any, out: Path | None) -> None:
+def _show(found: Plan, out: Path | None) -> None:
     papers = found.papers
     sampled = f"{papers.batch} of {found.examples_per_client:,}"
     rows = [

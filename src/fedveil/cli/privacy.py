@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -22,6 +22,7 @@ from fedveil.cli.common import (
     save_curves,
 )
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
     from fedveil.privacy.calibrate import Calibration
@@ -261,7 +262,7 @@ def _plot_calibrations(file: Path, found: Sequence[Calibration], template: Event
     save_curves(file, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
 
 
-def _show_calibrations(rows: Sequence[Mapping[str, Any]], title: str, file: Path | None) -> None:
+def _show_calibrations(rows: Sequence[Document], title: str, file: Path | None) -> None:
     notes = Notes()
     cells = []
     for row in rows:
@@ -384,7 +385,7 @@ def _broken(record: int, message: str, as_json: bool) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _against_anchors(path: Path, thorough: bool) -> dict[str, Any]:
+def _against_anchors(path: Path, thorough: bool) -> JsonObject:
     """Compare a ledger with all that is known elsewhere: the head beside it and, in a run's folder, checkpoints,
     metrics and result. Raises `Damaged` for one that was cut, rolled back or exchanged."""
     from fedveil.federation import folder
@@ -398,7 +399,7 @@ def _against_anchors(path: Path, thorough: bool) -> dict[str, Any]:
     return {"records": len(records), "anchors": [anchor.source for anchor in anchors]}
 
 
-def _verify(path: Path, last: int, torn_bytes: int, compared: dict[str, Any], as_json: bool) -> None:
+def _verify(path: Path, last: int, torn_bytes: int, compared: Document, as_json: bool) -> None:
     if torn_bytes:
         message = (
             f"{path}: record {last + 1} is torn ({torn_bytes} bytes): its writing was interrupted, so nothing was "
@@ -560,8 +561,8 @@ def _ledger_course(
     return curves
 
 
-def _calibration(result: Any, cost: float) -> dict[str, Any]:
-    row = {
+def _calibration(result: Calibration, cost: float) -> JsonObject:
+    row: JsonObject = {
         "mechanism": result.mechanism,
         "noise_multiplier": result.noise_multiplier * cost,
         "noise_std": result.noise_std * cost,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, one_of
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +64,7 @@ def report(
     except OSError as wrong:
         raise UserError(f"--out {path}: cannot create its folder: {wrong.strerror}") from None
     write_atomic(path, page)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for one in facts:
         metric, value, _ = result_of(one)
         row = one.main()
@@ -79,7 +80,7 @@ def report(
                 "finished": one.finished,
             }
         )
-    data: dict[str, Any] = {"report": str(path), "bytes": len(page), "private": private, "runs": rows}
+    data: JsonObject = {"report": str(path), "bytes": len(page), "private": private, "runs": rows}
     if len(facts) > 1:
         data["comparable"] = comparison(facts)["alike"]
     emit(

@@ -7,12 +7,16 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedveil.cli.common import JsonFlag, emit, one_of, print_table
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
+
+if TYPE_CHECKING:
+    from fedveil.studies.runner import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -96,7 +100,7 @@ def reproduce(
     page = out / f"{'-'.join((entry.id, *(re.sub(r'[^A-Za-z0-9_-]', '', word) for word in words)))}.md"
     page.write_text(render.markdown(chosen, rows, command, _about()), "utf-8")
     drawn = entry.is_figure and render.picture(chosen, rows, done, out, out / f"{entry.id}.png")
-    data: dict[str, Any] = {
+    data: JsonObject = {
         "id": entry.id, "title": entry.title, "scale": scale, "seeds": seeds, "statement": entry.statement,
         "rows": [asdict(row) for row in rows], "page": str(page),
         "picture": str(out / f"{entry.id}.png") if drawn else None,
@@ -158,7 +162,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-def _with_progress(chosen: Any, out: Path, resume: bool, workers: int) -> dict[str, dict[str, Any]]:
+def _with_progress(chosen: Plan, out: Path, resume: bool, workers: int) -> dict[str, JsonObject]:
     """Run behind a progress bar on a terminal, with a line per long job otherwise."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

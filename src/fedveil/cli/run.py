@@ -6,20 +6,22 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedveil.cli.common import TrustFlag
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
     from fedveil.federation.loop import OnRound, Prepared, RoundFacts
+    from fedveil.jsons import Document
 
-    Work = Callable[[OnRound | None], dict[str, Any]]
+    Work = Callable[[OnRound | None], JsonObject]
 
 
 def register(app: typer.Typer) -> None:
@@ -121,7 +123,7 @@ def stopped_at(folder: Path, name: str) -> str:
     )
 
 
-def _audit(folder: Path) -> tuple[dict[str, Any], int]:
+def _audit(folder: Path) -> tuple[Document, int]:
     """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
     from fedveil.attacks import campaign
     from fedveil.jsons import plain
@@ -131,7 +133,7 @@ def _audit(folder: Path) -> tuple[dict[str, Any], int]:
     return plain(figures), code
 
 
-def with_progress(config: RunConfig, work: Work, quiet: bool) -> dict[str, Any]:
+def with_progress(config: RunConfig, work: Work, quiet: bool) -> JsonObject:
     """Run `work(callback)` behind a progress bar on a terminal; elsewhere with a line for every tenth of the rounds."""
     from rich.console import Console
 
@@ -156,7 +158,7 @@ def with_progress(config: RunConfig, work: Work, quiet: bool) -> dict[str, Any]:
         return work(lambda facts: progress.update(bar, completed=facts.round, shown=standing(config.observer, facts.metrics)))
 
 
-def train_and_show_progress(config: RunConfig, folder: Path, command: str, quiet: bool) -> dict[str, Any]:
+def train_and_show_progress(config: RunConfig, folder: Path, command: str, quiet: bool) -> Document:
     """A run of its own, with the progress that `fedveil run` shows; what result.json holds."""
     from fedveil.federation.loop import run as simulate
 
@@ -169,7 +171,7 @@ def _write_report(folders: list[Path], path: Path) -> None:
     write_report(folders, path)
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Document) -> None:
     from fedveil.cli.common import Notes, figure, print_table
 
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
@@ -205,7 +207,7 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
 
 
-def _tracker(kind: str | None, folder: Path, config: RunConfig) -> Any:
+def _tracker(kind: str | None, folder: Path, config: RunConfig) -> AbstractContextManager[Callable[[RoundFacts], None] | None]:
     """A context that gives a callback per round, or None where nothing is tracked."""
     if kind is None:
         return nullcontext()
@@ -215,12 +217,12 @@ def _tracker(kind: str | None, folder: Path, config: RunConfig) -> Any:
 
 
 def _job(
-    simulate: Callable[..., dict[str, Any]], config: RunConfig, folder: Path, command: str, resume: bool = False,
+    simulate: Callable[..., JsonObject], config: RunConfig, folder: Path, command: str, resume: bool = False,
     send: OnRound | None = None,
 ) -> Work:  # fmt: skip
     """The run as a function of the progress display's callback; `send` is called after every round too."""
 
-    def work(hook: OnRound | None) -> dict[str, Any]:
+    def work(hook: OnRound | None) -> JsonObject:
         def both(facts: RoundFacts) -> None:
             for call in (hook, send):
                 if call is not None:

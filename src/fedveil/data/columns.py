@@ -121,7 +121,7 @@ class Sheet:
     group_names: tuple[str, ...]
 
 
-def columns_of(options: Mapping[str, Any], target: str | None, text: str | None, where: str) -> Columns:
+def columns_of(options: Mapping[str, object], target: str | None, text: str | None, where: str) -> Columns:
     """The declared columns from plain values (a TOML table), checked."""
     known = [f.name for f in fields(Columns) if f.name not in ("target", "text")]
     for key in options:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from fedveil.data import sources
 from fedveil.data.rows import Dataset, Task, fit_scale, hold_out, limit_rows
@@ -66,7 +65,7 @@ def load(
     limit: int | None = None,
     limit_test: int | None = None,
     fit_scaler: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Dataset:
     """Load a dataset.
 
@@ -86,7 +85,7 @@ def load(
 
 
 def _load_builtin(
-    name: str, root: str | os.PathLike[str] | None, seed: int, target: str | None, options: dict[str, Any]
+    name: str, root: str | os.PathLike[str] | None, seed: int, target: str | None, options: dict[str, object]
 ) -> Dataset:
     source = sources.CATALOGUE[name]
     if target is not None:
@@ -108,7 +107,7 @@ def _load_builtin(
     return source.read(folder, seed, **options)
 
 
-def _load_own(text: str, seed: int, target: str | None, options: dict[str, Any]) -> Dataset:
+def _load_own(text: str, seed: int, target: str | None, options: dict[str, object]) -> Dataset:
     from fedveil.data import tables
 
     if tables.is_function(text):

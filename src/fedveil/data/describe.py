@@ -5,18 +5,17 @@ Nothing here goes into a run: a run takes what is declared, or pays for a noised
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fedveil.data.columns import Columns
 from fedveil.data.frames import Table, numbers, words
+from fedveil.jsons import JsonObject
 
 PAY = "range and gaps would be private: declare them (--ranges), or the run pays for a noised look"
 SAY = "which words occur would be private: declare them (--categories), or the run pays for a noised look"
 
 
-def describe(table: Table, columns: Columns | None) -> list[dict[str, Any]]:
+def describe(table: Table, columns: Columns | None) -> list[JsonObject]:
     """One dictionary per column: name, role, what is seen (private), what that means for privacy, a suggestion or ""."""
     return [_one(name, cells, _role(name, columns), columns, len(table)) for name, cells in table.columns.items()]
 
@@ -28,7 +27,7 @@ def _role(name: str, columns: Columns | None) -> str:
     return "dropped" if name in columns.drop else special.get(name, "feature" if not columns.text else "not used")
 
 
-def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows: int) -> dict[str, Any]:
+def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows: int) -> JsonObject:
     said, values = words(cells), numbers(cells)
     present = said != ""
     different = len(np.unique(said[present]))

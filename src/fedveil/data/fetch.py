@@ -104,7 +104,7 @@ def _npz(**arrays: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _openml(cache: str, **which: Any) -> Any:
+def _openml(cache: str, **which: object) -> Any:
     from sklearn.datasets import fetch_openml
 
     return fetch_openml(data_home=cache, n_retries=1, **which)

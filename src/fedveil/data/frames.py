@@ -43,7 +43,7 @@ class Table:
         return list(self.columns)
 
 
-def read(source: Any, name: str = "") -> Table | Dataset:
+def read(source: object, name: str = "") -> Table | Dataset:
     """The columns of `source`; images come as a ready `Dataset`."""
     if isinstance(source, Table | Dataset):
         return source
@@ -62,7 +62,7 @@ def read(source: Any, name: str = "") -> Table | Dataset:
     )
 
 
-def from_columns(columns: Mapping[str, Any], name: str) -> Table:
+def from_columns(columns: Mapping[str, object], name: str) -> Table:
     """A table from named columns of anything that NumPy can hold."""
     made = {str(key): _cells(value, f"{name}, column '{key}'") for key, value in columns.items()}
     lengths = {key: len(value) for key, value in made.items()}
@@ -77,7 +77,7 @@ def from_columns(columns: Mapping[str, Any], name: str) -> Table:
     return Table(name, made, np.arange(count))
 
 
-def from_pair(x: Any, y: Any, name: str) -> Table | Dataset:
+def from_pair(x: object, y: object, name: str) -> Table | Dataset:
     """Arrays x [n, columns] and y [n] as the columns x0, x1, …, y; images [n, channels, h, w] as a Dataset."""
     x, y = np.asarray(x), np.asarray(y)
     if x.ndim in (3, 4):
@@ -111,7 +111,7 @@ def _read_path(path: Path) -> Table | Dataset:
     return Table(path.name, columns, np.array(lines))
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path) -> object:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -122,7 +122,7 @@ def _parquet(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as a Parquet file: {str(wrong).splitlines()[0]}") from wrong
 
 
-def _columns_of(source: Any) -> dict[str, Any] | None:
+def _columns_of(source: Any) -> dict[str, object] | None:
     """Named columns of a dictionary, a pandas or Polars frame, an Arrow table or a HF dataset; None for others."""
     if isinstance(source, Mapping):
         return dict(source)

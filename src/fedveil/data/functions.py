@@ -19,7 +19,7 @@ def is_function(text: str) -> bool:
     return _SPEC.fullmatch(text) is not None
 
 
-def call(spec: str, function: Callable[..., Any], **arguments: Any) -> Any:
+def call(spec: str, function: Callable[..., object], **arguments: object) -> Any:
     """Call the user's function; what it raises becomes one sentence that says where (a `UserError` of its own stays)."""
     try:
         return function(**arguments)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ def partition(
     *,
     min_size: int = 1,
     min_classes: int = 1,
-    **options: Any,
+    **options: object,
 ) -> Partition:
     """Deal the training rows out to clients; the same arguments give the same partition.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is damaged ({type(broken).__name__}: {broken}); fetch it again.") from broken
 
 
-def _labels(y: Any) -> np.ndarray:
+def _labels(y: object) -> np.ndarray:
     return np.asarray(y, np.int64)
 
 

@@ -120,7 +120,7 @@ def from_arrays(
     x_test: Any = None,
     y_test: Any = None,
     *,
-    groups: Any = None,
+    groups: object = None,
     seed: int = 0,
     test: float = 0.25,
     task: Task | None = None,
@@ -179,7 +179,7 @@ def from_arrays(
     return dataset
 
 
-def _test_arrays(x_test: Any, y_test: Any, x: np.ndarray, where: str) -> tuple[Any, Any]:
+def _test_arrays(x_test: object, y_test: object, x: np.ndarray, where: str) -> tuple[object, object]:
     """Given test rows as numbers, like the training rows; (None, None) if there are none."""
     if (x_test is None) != (y_test is None):
         raise UserError(f"{where}: x_test and y_test belong together; one of them is missing.")

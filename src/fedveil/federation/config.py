@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import Document, JsonObject
 from fedveil.privacy.events import Observer
 from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
@@ -198,7 +199,7 @@ class RunConfig(BaseModel):
 
 
 # The papers' local steps, batch and rounds per dataset (P1, P3), on disjoint clients.
-DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
+DATASET_DEFAULTS: dict[str, JsonObject] = {
     "cancer": {"clients": 10, "partition": "iid", "rounds": 3, "local_steps": 100, "batch_size": 4},
     "digits": {"clients": 10, "partition": "iid", "rounds": 10, "local_steps": 100, "batch_size": 5},
     "mnist": {"clients": 100, "cohort_size": 10, "rounds": 100, "batch_size": 5},
@@ -217,7 +218,7 @@ DATASET_DEFAULTS: dict[str, dict[str, Any]] = {
     "utkface": {"clients": 10, "partition": "iid", "rounds": 50, "batch_size": 5, "learning_rate": 0.01},
     "wind": {"clients": 7, "partition": "groups", "rounds": 50, "batch_size": 16, "learning_rate": 0.01},
 }
-CENTRAL_DEFAULTS: dict[str, Any] = {"clients": 1, "partition": "iid", "cohort_size": None}
+CENTRAL_DEFAULTS: JsonObject = {"clients": 1, "partition": "iid", "cohort_size": None}
 
 
 # The central paper's batches (P2 Table II; Location-30 plays Purchase).
@@ -253,7 +254,7 @@ def summary_of(text: str) -> str:
     return re.split(r"\.(?:\s|$)", " ".join(lines))[0].rstrip(".:")
 
 
-def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
+def load_config(name_or_path: str, changes: Mapping[str, object] | Sequence[str] = ()) -> RunConfig:
     """A configuration from a TOML file, a shipped name, or a recipe's name, with `key=value` changes.
 
     Keys are those of RunConfig; a recipe's part may be named directly (sigma=2, clip.bound=1).
@@ -279,7 +280,7 @@ def load_config(name_or_path: str, changes: Mapping[str, Any] | Sequence[str] = 
 
 
 def make_config(
-    values: Mapping[str, Any], changes: Mapping[str, Any] = {}, where: str = "", recipe: Recipe | None = None
+    values: Mapping[str, object], changes: Mapping[str, object] = {}, where: str = "", recipe: Recipe | None = None
 ) -> RunConfig:
     """Check and complete plain values: dataset defaults, then `values`, then `changes`. recipe: given as a value."""
     merged = _routed(values, where)
@@ -311,7 +312,7 @@ def make_config(
     return config
 
 
-def config_of(recipe: str | Recipe, settings: Mapping[str, Any]) -> RunConfig:
+def config_of(recipe: str | Recipe, settings: Mapping[str, object]) -> RunConfig:
     """A configuration of a recipe by its name, or given as a value.
 
     Where the catalogue's entry of that name differs only in keys, or all parts are ours, the keys spell a value and the run
@@ -356,7 +357,7 @@ def check_numbers(config: RunConfig, recipe: Recipe) -> None:
         raise UserError(f"clients = {config.clients}: at most {MOST_CLIENTS}")
 
 
-def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+def _parts(name: str, value: object) -> list[tuple[str, object]]:
     """The fields of a recipe and of its parts, with dotted names."""
     if not is_dataclass(value):
         return [(name, value)]
@@ -445,7 +446,7 @@ def pair_of(text: str) -> tuple[str, Any]:
         raise UserError(f"--set {key.strip()[:80]}=…: {wrong}") from None
 
 
-def read_toml_file(path: Path) -> dict[str, Any]:
+def read_toml_file(path: Path) -> Document:
     """The values of a configuration file, not yet checked."""
     if not path.is_file():
         raise UserError(f"configuration file '{path}' does not exist")
@@ -479,7 +480,7 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _read_toml(text: str, where: str) -> dict[str, Any]:
+def _read_toml(text: str, where: str) -> JsonObject:
     if _depth(text) > MOST_DEPTH or text.count(".") > MOST_TEXT:
         raise UserError(f"{where}: nested too deeply for a configuration")
     try:
@@ -488,11 +489,11 @@ def _read_toml(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not valid TOML: {wrong}") from None
 
 
-def _routed(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _routed(values: Mapping[str, object], where: str) -> Document:
     """Send recipe parts that were named directly into `protect`, dotted option keys into their table."""
     own = RunConfig.model_fields
     parts = {key.partition(".")[0] for key in KEYS} - {"summary", "paper"}
-    out: dict[str, Any] = {}
+    out: Document = {}
     for key, value in values.items():
         head, _, tail = key.partition(".")
         if head == "table" and tail.startswith(("ranges.", "categories.")):

@@ -29,6 +29,7 @@ from fedveil.errors import UserError
 from fedveil.federation import loop, planner, store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.look import Looked, needs_look, price
+from fedveil.jsons import Document, JsonObject
 from fedveil.models.backbones import installed
 from fedveil.privacy import checks
 
@@ -62,7 +63,7 @@ class Chosen:
 def choose(
     source: Any, *, epsilon: float, delta: float | None = None, target: str | None = None, text: str | None = None,
     observer: str = "sum", clients: int | None = None, seed: int = 0, data: str | None = None, name: str = "",
-    table: Mapping[str, Any] = {}, **settings: Any,
+    table: Document = {}, **settings: object,
 ) -> Chosen:  # fmt: skip
     """Choose features, model, recipe, noise and rounds for this data and budget.
 
@@ -97,8 +98,8 @@ def usual_delta(rows: int) -> float:
 
 
 def _table(
-    own: Table, source: Any, named: dict[str, Any], epsilon: float, delta: float, observer: str, clients: int | None,
-    seed: int, target: str | None, text: str | None, table: Mapping[str, Any], settings: dict[str, Any],
+    own: Table, source: object, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None,
+    seed: int, target: str | None, text: str | None, table: Mapping[str, object], settings: Document,
 ) -> Chosen:  # fmt: skip
     if target is None and "y" in own.columns and isinstance(source, tuple):
         target = "y"
@@ -146,14 +147,14 @@ def _text_front() -> str:
     return "backbone:minilm" if installed("minilm") else f"words:width={WORDS}"
 
 
-def _is_path(source: Any) -> bool:
+def _is_path(source: object) -> bool:
     return isinstance(source, str) or hasattr(source, "__fspath__")
 
 
-def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(table: Mapping[str, object]) -> JsonObject:
     """Values that JSON and TOML can hold."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(one) for key, one in value.items()}
         return list(value) if isinstance(value, tuple | list) else value
@@ -162,8 +163,8 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrays(
-    own: Dataset, named: dict[str, Any], epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
-    settings: dict[str, Any],
+    own: Dataset, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
+    settings: dict[str, object],
 ) -> Chosen:  # fmt: skip
     built_in = own.name in CATALOGUE and named.get("dataset") == own.name
     groups = len(np.unique(own.groups)) if own.groups is not None else 0
@@ -208,7 +209,7 @@ def _shape_of_arrays(own: Dataset, built_in: bool) -> planner.Shape:
 
 
 def _made(
-    values: dict[str, Any], settings: dict[str, Any], lines: list[tuple[str, str]], data: Table | Dataset | None,
+    values: dict[str, object], settings: dict[str, object], lines: list[tuple[str, str]], data: Table | Dataset | None,
     proposal: planner.Plan,
 ) -> Chosen:  # fmt: skip
     quiet = {"diagnostics": False, "evaluate_every": max(1, proposal.rounds // 10)}
@@ -312,7 +313,7 @@ def as_toml(chosen: Chosen, hints: Sequence[str] = ()) -> str:
 def carry_out(
     chosen: Chosen, out: str | Path, *, control: bool = False, command: str = "", resume: bool = False,
     on_round: loop.OnRound | None = None, on_start: Callable[[loop.Prepared], None] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """Train what was chosen in the directory `out`; returns what result.json holds, with choices and judgement.
 
     control: also fit scikit-learn's linear model without noise, whose score is not private.
@@ -338,7 +339,7 @@ def carry_out(
     return facts
 
 
-def verdict(facts: Mapping[str, Any], config: RunConfig) -> str:
+def verdict(facts: Document, config: RunConfig) -> str:
     """The run in one sentence."""
     score = facts["test_accuracy"] if facts["test_accuracy"] is not None else facts["r2"]
     name = "accuracy" if facts["test_accuracy"] is not None else "R²"

@@ -14,10 +14,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.federation import store
+from fedveil.jsons import JsonObject
 from fedveil.privacy.ledger import Damaged, Header, Ledger, Locked
 from fedveil.privacy.ledger.journal import Anchor, Record, check_anchors, kept_head, read
 
@@ -155,7 +155,7 @@ def notes_of(folder: Path) -> list[str]:
     return [f"the checkpoint of round {old[-1]} {store.NO_CHECKSUM}"] if old else []
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> JsonObject:
     """Check the ledger against every anchor, and every checkpoint against its checksum; raises what is wrong."""
     records = check_ledger(folder)
     rounds = store.checkpoints(folder / "checkpoints")

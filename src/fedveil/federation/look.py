@@ -39,6 +39,7 @@ from fedveil.data.frames import Table, numbers, words
 from fedveil.data.partition import partition
 from fedveil.data.rows import Dataset, Task, hold_out, limit_rows
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 from fedveil.keys import derive
 from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, event_from_json, to_json
@@ -85,7 +86,7 @@ class Looked:
     known: Known
     paid: tuple[Paid, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dictionary; `looked_from_json` is the inverse."""
         return {
             "known": asdict(self.known),
@@ -97,7 +98,7 @@ def looked_from_json(data: Any) -> Looked:
     """The inverse of `Looked.to_json`."""
     try:
         known = dict(data["known"])
-        read: list[dict[str, Any]] = [
+        read: list[Document] = [
             {k: tuple(v) if isinstance(v, list) else v for k, v in scale.items()} for scale in known.pop("scales")
         ]
         scales = tuple(Scale(**values) for values in read)
@@ -371,6 +372,6 @@ def _task(sheet: Sheet, labels: dict[str, float], target: Scale | None) -> tuple
     return task, tuple(names), names.index(max(names, key=lambda w: labels[w]))
 
 
-def _hash(values: Sequence[dict[str, Any]]) -> str:
+def _hash(values: Sequence[Document]) -> str:
     plain = [{k: np.asarray(v).tolist() for k, v in value.items()} for value in values]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

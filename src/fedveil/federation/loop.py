@@ -45,6 +45,7 @@ from fedveil.federation.round import (
     uploads_of,
     work_of,
 )
+from fedveil.jsons import Document, JsonObject
 from fedveil.keys import derive, entropy
 from fedveil.models import features, nets
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
@@ -85,13 +86,13 @@ class RoundFacts:
 
     round: int
     rounds: int
-    metrics: Mapping[str, Any]
-    private: Mapping[str, Any]
+    metrics: Mapping[str, object]
+    private: Mapping[str, object]
     state: State
 
 
 OnRound = Callable[[RoundFacts], None]
-Turn = tuple[State, dict[str, Any], dict[str, Any]]  # next state, public facts, private facts
+Turn = tuple[State, JsonObject, JsonObject]  # next state, public facts, private facts
 
 
 def prepare(
@@ -306,7 +307,7 @@ def train_cohort(
 
 def play_round(
     prepared: Prepared, state: State, clients: np.ndarray, workers: int | pool.Workers = 1
-) -> tuple[State, dict[str, Any], dict[str, Any]]:
+) -> tuple[State, JsonObject, Document]:
     """One round, of which nothing may be shown before the caller has charged it: (state, public facts, private facts)."""
     task = prepared.task
     now = moment_of(task, state)
@@ -345,7 +346,7 @@ def play_round(
     return following, facts, private
 
 
-def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
+def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> JsonObject:
     """Private figures of a round, over its clients."""
     if not seen:
         return {}
@@ -371,7 +372,7 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     array = np.asarray(value, dtype=np.float64)
     if array.ndim == 0:
         return float(array) if np.isfinite(array) else None
@@ -388,7 +389,7 @@ def run(
     module: nn.Module | None = None,
     command: str = "",
     on_start: Callable[[Prepared], None] | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """Run a configuration in the directory `out`; returns what result.json holds.
 
     resume: continue from the last checkpoint. Seeded runs end with the same weights as an uninterrupted run.
@@ -433,7 +434,7 @@ def run(
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
-def standing(observer: str, metrics: Mapping[str, Any]) -> str:
+def standing(observer: str, metrics: Mapping[str, object]) -> str:
     """A round's result in a few words, for progress displays."""
     accuracy, rmse, epsilon = (metrics.get(name) for name in ("test_accuracy", "test_rmse", "epsilon"))
     shown = f"accuracy {accuracy:.3f}" if accuracy is not None else f"rmse {rmse:.3f}" if rmse is not None else ""
@@ -755,14 +756,14 @@ def record_round(
     folder: Path,
     ledger: Ledger,
     state: State,
-    facts: dict[str, Any],
-    private: dict[str, Any],
+    facts: JsonObject,
+    private: JsonObject,
     seconds: float,
     on_round: OnRound | None,
 ) -> str:
     """Evaluate, write the round's lines, tell the callback; returns a reason to stop or ''."""
     config, task, data = prepared.config, prepared.task, prepared.dataset
-    line: dict[str, Any] = {"round": state.round, "seconds": seconds, **facts}
+    line: JsonObject = {"round": state.round, "seconds": seconds, **facts}
     line["epsilon"] = ledger.epsilon(config.observer, unit_of(task.recipe), accountant=config.accountant)
     stop = ""
     if _evaluated(config, state):
@@ -793,7 +794,7 @@ def record_round(
 
 def finish(
     prepared: Prepared, folder: Path, ledger: Ledger, state: State, stop: str, seconds: float
-) -> dict[str, Any]:
+) -> Document:
     task, data, config = prepared.task, prepared.dataset, prepared.config
     weights = model_weights(state)
     if state.round and state.round not in store.checkpoints(folder / "checkpoints"):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from fedveil.training import pool
 from fedveil.training.contract import ClientWork
 from fedveil.training.torch import functional
 
+Batch = TypeVar("Batch")
 Loss = Callable[[nn.Module, Any], torch.Tensor]  # (module, a batch of one example) -> its loss
 Marks = tuple[tuple[int, int], ...]
 NAMED: dict[type, str] = {nn.CrossEntropyLoss: "cross-entropy", nn.MSELoss: "squared"}
@@ -112,7 +113,7 @@ class PrivateLoader:
     data and model.
     """
 
-    def __init__(self, private: Private, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, private: Private, dataset: Any, collate: Callable[[list[object]], object]) -> None:
         self.private, self.dataset, self.collate = private, dataset, collate
 
     def __len__(self) -> int:
@@ -125,7 +126,7 @@ class PrivateLoader:
             rows = self.private.drawn()
             yield self.private.offer(self._batch(rows), len(rows))
 
-    def _batch(self, rows: np.ndarray) -> Any:
+    def _batch(self, rows: np.ndarray) -> object:
         if len(rows):
             return self.collate([self.dataset[int(row)] for row in rows])
         alike = self.collate([self.dataset[0]])  # nobody was drawn: noise alone, in the shape of a batch
@@ -148,7 +149,7 @@ class Private:
         self.loader = PrivateLoader(self, loader.dataset, loader.collate_fn or default_collate)
         self._draws = self.step
         # What the loader gave and nobody used yet, kept so that no other tensor can pass for it. Frameworks fetch ahead.
-        self._offered: deque[tuple[Any, Marks, int]] = deque(maxlen=8)
+        self._offered: deque[tuple[object, Marks, int]] = deque(maxlen=8)
         self._ours: dict[int, torch.Tensor] = {}  # parameter -> its gradient as it was made
         self._hooks = [optimizer.register_step_pre_hook(self._guard), optimizer.register_step_post_hook(self._used)]
 
@@ -166,7 +167,7 @@ class Private:
             return f"all {self.terms.steps} planned steps are done"
         return ""
 
-    def backward(self, *batch: Any) -> float:
+    def backward(self, *batch: object) -> float:
         """Put clipped, noised gradients into `.grad`, having charged them; returns the batch's mean loss.
 
         batch: what `private.loader` gave last, unchanged. The returned loss was computed from private rows without noise: it
@@ -203,7 +204,7 @@ class Private:
         rows = batches.draw(np.arange(size), self.terms.batch, 1, self._root, self._draws, 0)[0]
         return rows[rows >= 0].astype(np.int64)
 
-    def offer(self, batch: Any, count: int) -> Any:
+    def offer(self, batch: Batch, count: int) -> Batch:
         """Remember what the loader hands out: `backward` takes this and nothing else, once."""
         self._offered.append((batch, _marks(batch), count))
         return batch
@@ -219,7 +220,7 @@ class Private:
         """What was spent so far; None where nothing finite is promised."""
         return self._ledger.epsilon(observer, unit)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Module, optimiser, and the ledger's head at this point."""
         return {
             "module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
@@ -326,7 +327,7 @@ class Private:
             parameter.grad = value.to(parameter.device).clone()
             self._ours[id(parameter)] = parameter.grad.clone()
 
-    def _guard(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _guard(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the optimiser's step: its gradients must be ours, as they were made."""
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise UserError("make_private: a closure computes gradients without noise; call optimizer.step() without one.")
@@ -338,7 +339,7 @@ class Private:
                 "neither loss.backward() nor anything that changes .grad in between."
             )
 
-    def _used(self, *_: Any) -> None:
+    def _used(self, *_: object) -> None:
         self._ours = {}
 
 

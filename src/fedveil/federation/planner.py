@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import JsonObject
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, Noise, Sampling
@@ -150,7 +151,7 @@ class Plan:
     why: tuple[str, ...]
     papers: Contrast
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dictionary."""
         return asdict(self)
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from fedveil.errors import UserError
 from fedveil.federation import sums
+from fedveil.jsons import JsonObject
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
 from fedveil.protect import bounded, channel, ldp, udp
@@ -403,7 +404,7 @@ def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Uplo
 
 def merge(
     task: Task, state: State, now: Moment, uploads: Iterator[Upload] | Sequence[Upload]
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, JsonObject]:
     """The server's side of a round: sum, noise if it is the server's, step, memories.
 
     Returns the next state and public facts (number of uploads and the like). Uploads are added in the order
@@ -413,7 +414,7 @@ def merge(
     if isinstance(recipe.place, Reports):
         return merge_reports(task, state, now, uploads)
     found = _collect(task, state, uploads)
-    facts: dict[str, Any] = {"uploads": found.count}
+    facts: JsonObject = {"uploads": found.count}
     if found.anchor is not None:
         state = replace(state, anchor=Anchor(found.anchor))
     if found.count == 0 and recipe.place.open_uploads:
@@ -424,15 +425,15 @@ def merge(
 
 def merge_opened(
     task: Task, state: State, now: Moment, total: np.ndarray, count: int
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, JsonObject]:
     """The server's side of a round whose sum was opened under masks: `total` has the noise of its `count` nodes in it."""
     mean = _over_everyone(task, state, total)
     return _moved(task, state, now, mean, _Collected(total, count), {"uploads": count})
 
 
 def _moved(
-    task: Task, state: State, now: Moment, mean: np.ndarray, found: _Collected, facts: dict[str, Any]
-) -> tuple[State, dict[str, Any]]:
+    task: Task, state: State, now: Moment, mean: np.ndarray, found: _Collected, facts: JsonObject
+) -> tuple[State, JsonObject]:
     """The next state after a step along the mean; post-processing of what was released."""
     recipe = task.recipe
     merged = _merged(task, state, now, mean, found.kept)
@@ -450,13 +451,13 @@ def _moved(
 
 def _mean(
     task: Task, state: State, now: Moment, found: _Collected
-) -> tuple[np.ndarray, dict[str, Any]]:
+) -> tuple[np.ndarray, JsonObject]:
     """The mean of the uploads and public facts; where the noise is the sum's, with that noise and over a constant number."""
     recipe, setting = task.recipe, task.setting
     if recipe.place.open_uploads:
         return found.total / found.count, {}
     (noised,) = noised_of(task, now, -1, setting.examples)
-    facts: dict[str, Any] = {}
+    facts: JsonObject = {}
     if task.secure is not None:
         updates = {upload.client: upload.update for upload in found.kept}
         total, facts = sums.opened(task, now, noised, state.weights, updates)
@@ -512,13 +513,13 @@ def _seen(task: Task, state: State, now: Moment, mean: np.ndarray, found: _Colle
 
 def merge_reports(
     task: Task, state: State, now: Moment, uploads: Iterator[Upload] | Sequence[Upload]
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, JsonObject]:
     """LDP-FL: average the two-valued reports per weight over the channel that the recipe names; new ranges.
 
     Everything here is post-processing of the reports.
     """
     packed = [upload.bits for upload in uploads if upload.bits is not None]
-    facts: dict[str, Any] = {"uploads": len(packed)}
+    facts: JsonObject = {"uploads": len(packed)}
     if not packed:
         return _finish(task, state, now, state.weights, facts)
     tally = channel.deliver(
@@ -532,11 +533,11 @@ def merge_reports(
     return following, facts | more
 
 
-def merge_tally(task: Task, state: State, now: Moment, tally: channel.Tally) -> tuple[State, dict[str, Any]]:
+def merge_tally(task: Task, state: State, now: Moment, tally: channel.Tally) -> tuple[State, JsonObject]:
     """LDP-FL: the server's side of a round whose reports were delivered, by our channel or by a shuffler of its own."""
     epsilon, ranges = float(now.epsilon or 0), ranges_of(state)
     average = channel.average(tally, ranges, epsilon, task.layout, state.weights)
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "bytes_up": tally.payload_bytes,
         "messages": tally.sent,
         "dropped": tally.dropped,
@@ -559,8 +560,8 @@ def ranges_of(state: State) -> ldp.Ranges:
 
 
 def _finish(
-    task: Task, state: State, now: Moment, weights: np.ndarray, facts: dict[str, Any]
-) -> tuple[State, dict[str, Any]]:
+    task: Task, state: State, now: Moment, weights: np.ndarray, facts: JsonObject
+) -> tuple[State, JsonObject]:
     done = state.round + 1
     down = downlink(task.recipe, task.setting, now)
     if down is not None:

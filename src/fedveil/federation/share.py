@@ -10,10 +10,10 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.federation import store
+from fedveil.jsons import Document
 
 SECRET_KEYS = ("seed", "split_seed", "data", "tuning", "partition_options", "client_epsilons", "client_mechanisms")
 FACTS = ("versions", "simulated", "engine", "engine_reason", "created", "python", "parameters", "layers")
@@ -57,7 +57,7 @@ def may_share_model(run: store.Run) -> str:
     return ""
 
 
-def share(run: store.Run, out: Path, model: bool = False) -> dict[str, Any]:
+def share(run: store.Run, out: Path, model: bool = False) -> Document:
     """Write the copy into `out`, which must be new or empty; returns what was written and what was left out, and why.
 
     model: copy the model although nothing that holds is promised about it (a run on public data)."""

@@ -23,6 +23,7 @@ from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig
 from fedveil.federation.look import looked_from_json
 from fedveil.federation.round import State, blank
+from fedveil.jsons import Document, JsonObject
 from fedveil.protect.aggregate import Mean, Momentum
 from fedveil.protect.catalogue import named_code
 from fedveil.protect.recipe import Recipe
@@ -72,7 +73,7 @@ def write_json(path: Path, value: object) -> None:
     write_atomic(path, (json.dumps(_finite(value), indent=2, allow_nan=False) + "\n").encode())
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON has no infinity and no NaN: they become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -111,7 +112,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def append_line(path: Path, value: Mapping[str, Any]) -> None:
+def append_line(path: Path, value: Mapping[str, object]) -> None:
     """Append one JSON line."""
     try:
         with open(path, "a", encoding="utf-8") as file:
@@ -120,7 +121,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
         raise UserError(f"cannot write {path}: {wrong.strerror}") from wrong
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Document]:
     """All whole lines; a torn last line is skipped, and so is whatever is no JSON object."""
     out = []
     if path.exists():
@@ -165,7 +166,7 @@ def save_checkpoint(folder: Path, state: State, head: tuple[int, str] | None = N
     write_atomic(stem.with_suffix(".json"), json.dumps({**facts, "check": _check(facts)}).encode())
 
 
-def _check(facts: Mapping[str, Any]) -> str:
+def _check(facts: Document) -> str:
     """Checksum of a checkpoint's own facts."""
     rest = {name: value for name, value in facts.items() if name != "check"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
@@ -178,7 +179,7 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(m.group(1)) for item in folder.iterdir() if (m := _NAME.fullmatch(item.name)))
 
 
-def checkpoint_facts(folder: Path, round_number: int) -> dict[str, Any]:
+def checkpoint_facts(folder: Path, round_number: int) -> Document:
     """What a checkpoint says about itself, checked; without "sha256" it was written by an earlier version."""
     path = folder / f"round-{round_number:06d}.json"
     facts = read_json(path)
@@ -256,18 +257,18 @@ class Run:
 
     path: Path
     config: RunConfig
-    facts: dict[str, Any]
+    facts: Document
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Document]:
         return read_lines(self.path / "metrics.jsonl")
 
     @property
-    def private(self) -> list[dict[str, Any]]:
+    def private(self) -> list[JsonObject]:
         return read_lines(self.path / "private.jsonl")
 
     @property
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Document | None:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None
 

@@ -61,7 +61,7 @@ def refusal(recipe: Recipe, clients: int, cohort: float | None) -> str:
     return ""
 
 
-def model_digest(weights: np.ndarray, facts: Mapping[str, Any] = {}) -> bytes:
+def model_digest(weights: np.ndarray, facts: Mapping[str, object] = {}) -> bytes:
     """Names what nodes work on: the weights, bit by bit, and public facts of the run."""
     head = json.dumps(facts, sort_keys=True, default=str).encode()
     return hashlib.sha256(len(head).to_bytes(8, "little") + head + weights.astype("<f4").tobytes()).digest()

@@ -21,6 +21,7 @@ from fedveil.errors import UserError
 from fedveil.flower import limits
 from fedveil.flower.contract import Contract, Refused
 from fedveil.flower.owner import Owner
+from fedveil.jsons import Document
 
 if TYPE_CHECKING:
     from fedveil.privacy.events import Release
@@ -49,7 +50,7 @@ def log(home: Path, text: str) -> None:
     _append(home, "node.log", f"{stamp()} {_escaped(text)}\n")
 
 
-def audit(home: Path, **facts: Any) -> None:
+def audit(home: Path, **facts: object) -> None:
     """One line about a decision: what was asked, by whom, and the answer. Nothing about data. Never raises."""
     short = {key: limits.plain(v, 200) if isinstance(v, str) else v for key, v in facts.items()}
     _append(home, "audit.jsonl", json.dumps({"time": stamp(), **short}, default=str) + "\n")
@@ -231,7 +232,7 @@ def charge(
         return ledger.head
 
 
-def history(path: Path) -> list[dict[str, Any]]:
+def history(path: Path) -> list[Document]:
     """The releases of a node's ledger: number, round, and the time, run, submitter and contract they were charged for."""
     from fedveil.privacy.ledger import journal
 

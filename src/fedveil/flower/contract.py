@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
+from fedveil.jsons import Document
 from fedveil.privacy.events import Observer, Unit
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def recipe_digest(recipe: Recipe) -> str:
     return hashlib.sha256(limits.canonical(values)).hexdigest()
 
 
-def _lean(value: Any) -> Any:
+def _lean(value: object) -> Any:
     """A dataclass as plain values, without fields that have their default."""
     if isinstance(value, (list, tuple)):
         return [_lean(item) for item in value]
@@ -368,7 +369,7 @@ def allowed_name(config: RunConfig, recipe: Recipe) -> str:
     return config.recipe if named_code(config.recipe) else recipe.name
 
 
-def _flat(changes: Mapping[str, Any]) -> list[str]:
+def _flat(changes: Document) -> list[str]:
     """Dotted names of changed recipe parts."""
     out = []
     for key, value in changes.items():
@@ -499,9 +500,9 @@ def decide_claims(contract: Contract, claims: Any) -> None:
 # --- files ---
 
 
-def to_json(contract: Contract) -> dict[str, Any]:
+def to_json(contract: Contract) -> Document:
     """Plain values; `from_json` is the inverse."""
-    document: dict[str, Any] = {
+    document: Document = {
         "format": FORMAT,
         "study": contract.study,
         "version": contract.version,
@@ -626,13 +627,13 @@ def from_json(value: Any) -> Contract:
         options = limits.canonical(one.get("options", {})).decode()
         models.append(Model(one["name"], options, one.get("code", ""), one.get("architecture", "")))
     found = limits.fields(top.get("bounds", {}), "contract bounds", {}, _BOUNDS)
-    numbers: dict[str, Any] = {
+    numbers: Document = {
         k: tuple(map(float, v)) if isinstance(v, list) else v for k, v in found.items()
     }
     for key in ("report_epsilon", "momentum", "weight"):
         if key in numbers:
             numbers[key] = math.inf if numbers[key] == "unlimited" else float(numbers[key])
-    rest: dict[str, Any] = {
+    rest: Document = {
         k: top[k] for k in ("valid_until", "observer", "unit", "secure_noise") if k in top
     }
     if "delta" in top:
@@ -686,7 +687,7 @@ def _data_from(value: Any) -> Data:
         raise limits.Malformed(
             "contract data: classes must be two or more different names, or none (regression)"
         )
-    pairs: dict[str, Any] = {
+    pairs: Document = {
         k: (float(one[k][0]), float(one[k][1])) for k in ("range", "target_range") if k in one
     }
     named = tuple((name, float(columns[name][0]), float(columns[name][1])) for name in order)

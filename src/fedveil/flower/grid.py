@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -23,7 +24,7 @@ class LocalGrid(Grid):
     """
 
     def __init__(
-        self, app: Any, nodes: Mapping[int, Mapping[str, Any]], tamper: Tamper | None = None
+        self, app: ClientApp, nodes: Mapping[int, Mapping[str, Any]], tamper: Tamper | None = None
     ) -> None:
         self.app, self.nodes, self.tamper = app, dict(nodes), tamper
         self.offline: set[int] = set()
@@ -31,7 +32,7 @@ class LocalGrid(Grid):
         self._mail: dict[str, list[Message]] = {}
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SERVER
 
-    def set_run(self, run: Any) -> None:
+    def set_run(self, run: object) -> None:
         raise NotImplementedError("flwr sets runs on its own grid; nothing here calls this")
 
     @property

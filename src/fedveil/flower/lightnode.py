@@ -38,7 +38,7 @@ class _Clock:
     def __init__(self, looks: dict[float, float]) -> None:
         self._looks = looks
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
@@ -58,13 +58,13 @@ def supernode() -> None:
         class Processes:
             """subprocess, with our SuperExec in the place of Flower's."""
 
-            def __getattr__(self, name: str) -> Any:
+            def __getattr__(self, name: str) -> object:
                 import subprocess
 
                 return getattr(subprocess, name)
 
             @staticmethod
-            def Popen(command: list[str], **more: Any) -> Any:
+            def Popen(command: list[str], **more: Any) -> object:
                 if command and command[0] == "flower-superexec":
                     command = [sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]]
                 return start(command, **more)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import Document, JsonObject
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +45,7 @@ def plain(text: object, most: int = REASON) -> str:
     return shown if len(whole) <= most else shown[:most] + " …"
 
 
-def read_json(data: bytes | str, largest: int = DOCUMENT, depth: int = DEPTH) -> Any:
+def read_json(data: bytes | str, largest: int = DOCUMENT, depth: int = DEPTH) -> object:
     """A JSON value within limits: size, depth, digits; no repeated keys, no NaN or infinity."""
     if not isinstance(data, (bytes, str)):
         raise Malformed(f"expected JSON text, got {type(data).__name__}")
@@ -80,14 +81,14 @@ def _deepest(bare: bytes) -> int:
     return deepest
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Malformed("a key stands twice")
     return found
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> object:
     raise Malformed(f"{name} is no number here")
 
 
@@ -117,7 +118,7 @@ def read_file(path: Path | str, what: str, largest: int = FILE) -> bytes:
     return data
 
 
-def read_toml(path: Path | str, what: str) -> dict[str, Any]:
+def read_toml(path: Path | str, what: str) -> JsonObject:
     """A TOML file within limits; `UserError` with the reason otherwise."""
     data = read_file(path, what)
     bare = _TEXTS.sub(b"", data)
@@ -131,7 +132,7 @@ def read_toml(path: Path | str, what: str) -> dict[str, Any]:
         raise UserError(f"{what} {path}: not valid TOML: {plain(wrong)}") from None
 
 
-def json_file(path: Path | str, what: str) -> Any:
+def json_file(path: Path | str, what: str) -> object:
     """A JSON file within limits; `UserError` with the reason otherwise."""
     try:
         return read_json(read_file(path, what), FILE)
@@ -144,7 +145,7 @@ def json_file(path: Path | str, what: str) -> Any:
 Check = Callable[[Any], bool]
 
 
-def fields(value: Any, what: str, must: Mapping[str, Check], may: Mapping[str, Check] = {}) -> dict[str, Any]:
+def fields(value: object, what: str, must: Mapping[str, Check], may: Mapping[str, Check] = {}) -> Document:
     """`value` as a dictionary with exactly these keys, each passing its check; `Malformed` otherwise."""
     if not isinstance(value, dict):
         raise Malformed(f"{what}: expected a table, got {type(value).__name__}")

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -37,17 +37,28 @@ if TYPE_CHECKING:
     from fedveil.protect.setting import Moment
 
 RootOf = Callable[[RunConfig, int], "int | bytes"]
+class Cache(TypedDict, total=False):
+    """What a persistent trainer keeps between messages, each with what it was made from."""
+
+    data_key: str
+    data: Dataset
+    records_key: str
+    records: tuple[np.ndarray, np.ndarray]
+    task_key: str
+    task: Prepared
+
+
 Reply = tuple[Facts, dict[str, np.ndarray]]
 
 
 def answer(
     kind: str,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     arrays: Mapping[str, np.ndarray],
     owner: Owner,
     *,
     root_of: RootOf | None = None,
-    cache: dict[str, Any] | None = None,
+    cache: Cache | None = None,
 ) -> Reply:
     """The reply to one message. Never raises.
 
@@ -116,7 +127,7 @@ def _signed(said: Facts, sent: Mapping[str, np.ndarray], owner: Owner) -> Facts:
         return said
 
 
-def hello(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Facts:
+def hello(request: Request, contract: Contract, owner: Owner, cache: Cache) -> Facts:
     """Say which client this is and how many records the contract states. No data is opened, unless it is public."""
     from fedveil import __version__
 
@@ -131,13 +142,13 @@ def hello(request: Request, contract: Contract, owner: Owner, cache: dict[str, A
     }
 
 
-def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> Any:
+def _demo(config: RunConfig, owner: Owner, cache: Cache) -> Dataset:
     """This node's rows of a built-in, public dataset, for trying out."""
     key = (
         f"{owner}{config.dataset}{config.limit}{config.partition}{config.partition_options}"
         f"{config.seed}{config.split_seed}{config.validation}{config.target}{config.clients}"
     )
-    if cache.get("data key") != key:
+    if cache.get("data_key") != key:
         from fedveil.data.datasets import dataset_names, load
         from fedveil.data.partition import partition
 
@@ -160,8 +171,8 @@ def _demo(config: RunConfig, owner: Owner, cache: dict[str, Any]) -> Any:
             dataset, x=dataset.x[rows], y=dataset.y[rows], x_test=dataset.x_test[:0], y_test=dataset.y_test[:0],
             x_validation=None, y_validation=None, groups=None, attributes={},
         )  # fmt: skip
-        cache.clear()
-        cache.update({"data key": key, "data": own})
+        cache.pop("records_key", None), cache.pop("records", None), cache.pop("task_key", None), cache.pop("task", None)
+        cache["data_key"], cache["data"] = key, own
     return cache["data"]
 
 
@@ -172,7 +183,7 @@ def play(
     owner: Owner,
     submitter: str,
     root_of: RootOf | None,
-    cache: dict[str, Any],
+    cache: Cache,
 ) -> Reply:
     """One round.
 
@@ -221,7 +232,7 @@ def _coming(
     arrays: Mapping[str, np.ndarray],
     owner: Owner,
     root_of: RootOf | None,
-    cache: dict[str, Any],
+    cache: Cache,
     checked: bool = False,
 ) -> _Coming:
     """The round as this node would play it; `Refused` where the contract does not allow its numbers.
@@ -275,12 +286,12 @@ def _charge(
 def play_sum(
     request: Request,
     contract: Contract,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     arrays: Mapping[str, np.ndarray],
     owner: Owner,
     submitter: str,
     root_of: RootOf | None,
-    cache: dict[str, Any],
+    cache: Cache,
 ) -> Reply:
     """One message of a secure sum.
 
@@ -355,7 +366,7 @@ def _upload(
     request: Request,
     contract: Contract,
     owner: Owner,
-    cache: dict[str, Any],
+    cache: Cache,
 ) -> Upload:
     """The upload of training on the owner's data; of training on nothing, with the same noise, if that fails.
 
@@ -407,18 +418,18 @@ def noise_alone(prepared: Prepared, state: State, now: Moment, client: int) -> U
 
 
 def _with_data(
-    prepared: Prepared, request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]
+    prepared: Prepared, request: Request, contract: Contract, owner: Owner, cache: Cache
 ) -> Prepared:
     """The same preparation with the owner's records in it, behind the run's fixed features."""
-    told = cache["data key"] if contract.data is None else f"{contract.data} {owner.data} {_changed(owner.data)}"
+    told = cache["data_key"] if contract.data is None else f"{contract.data} {owner.data} {_changed(owner.data)}"
     key = f"{told} {request.config.features}"
-    if cache.get("records key") != key:
+    if cache.get("records_key") != key:
         from fedveil.federation.loop import with_features
 
         dataset = _demo(request.config, owner, cache) if contract.data is None else _records(contract.data, owner)
         found = with_features(dataset, request.config)
         cache["records"] = found.x, found.y
-        cache["records key"] = key
+        cache["records_key"] = key
     x, y = cache["records"]
     return replace(prepared, task=replace(prepared.task, x=x, y=y))
 
@@ -440,7 +451,7 @@ def _changed(path: str) -> str:
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
-def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[str, Any]) -> Prepared:
+def _prepared(request: Request, contract: Contract, owner: Owner, cache: Cache) -> Prepared:
     """The simulator's `Prepared` with one client, this one, and without data: its form comes from the contract."""
     from fedveil.data.partition import Partition
     from fedveil.federation.loop import prepare
@@ -454,7 +465,7 @@ def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[st
     else:
         dataset, count = empty_dataset(contract.data), contract.data.examples
     key = repr((config, request.model, request.examples, request.sigma, contract, owner))
-    if cache.get("task key") == key:
+    if cache.get("task_key") == key:
         return cache["task"]
 
     def mine(client: int) -> np.ndarray:
@@ -483,7 +494,7 @@ def _prepared(request: Request, contract: Contract, owner: Owner, cache: dict[st
             own_epsilon={c: _budget(config, c) for c in range(config.clients)},
         )
         prepared = replace(prepared, task=task)
-    cache.update({"task key": key, "task": prepared})
+    cache.update({"task_key": key, "task": prepared})
     return prepared
 
 

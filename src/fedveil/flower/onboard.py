@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedveil.errors import UserError
 from fedveil.flower import books, identity, limits
@@ -38,6 +38,7 @@ from fedveil.flower.contract import (
     to_toml,
 )
 from fedveil.flower.roster import Member, Roster
+from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
@@ -153,7 +154,7 @@ def _sum_terms(config: RunConfig, roster_owner: str) -> SumTerms:
     return SumTerms(terms.threshold, terms.colluders, owner=roster_owner)
 
 
-def _plain(contract: Contract) -> dict[str, Any]:
+def _plain(contract: Contract) -> JsonObject:
     from fedveil.flower.contract import to_json
 
     return to_json(contract)
@@ -236,13 +237,13 @@ class Joined:
     contract: Contract | None
 
 
-def _signed_document(kind: str, facts: dict[str, Any], secret: bytes) -> str:
+def _signed_document(kind: str, facts: dict[str, object], secret: bytes) -> str:
     body = {"format": kind, **facts}
     made = {"document": body, "signature": identity.sign(secret, kind, limits.canonical(body)).hex()}
     return json.dumps(made, indent=2) + "\n"
 
 
-def _read_signed(path: Path, kind: str, must: Mapping[str, limits.Check], key: str) -> dict[str, Any]:
+def _read_signed(path: Path, kind: str, must: Mapping[str, limits.Check], key: str) -> Document:
     """The document in `path`, signed by the public key that it names under `key`."""
     value = limits.json_file(path, kind)
     try:
@@ -348,7 +349,7 @@ def _pending_path(roster: Path) -> Path:
     return roster.with_name(roster.name + ".invited")
 
 
-def _pending(roster: Path) -> dict[str, dict[str, Any]]:
+def _pending(roster: Path) -> dict[str, JsonObject]:
     path = _pending_path(roster)
     if not path.exists():
         return {}
@@ -362,7 +363,7 @@ def _pending(roster: Path) -> dict[str, dict[str, Any]]:
     return {token: told for token, told in read.items() if told["expires"] > now}
 
 
-def _write_pending(roster: Path, values: dict[str, Any]) -> None:
+def _write_pending(roster: Path, values: JsonObject) -> None:
     from fedveil.flower.stack import write_secret
 
     write_secret(_pending_path(roster), json.dumps(values).encode())
@@ -381,7 +382,7 @@ def accept(path: Path, home: Path, data: str = "", answer: Path | None = None) -
     public = identity.write_identity(home / "identity")
     make_node_key(home / "supernode")
     agreed = None
-    settings: dict[str, Any] = {"home": str(home.absolute() / "books"), "partition-id": told["number"],
+    settings: JsonObject = {"home": str(home.absolute() / "books"), "partition-id": told["number"],
                                 "identity": str(home.absolute() / "identity")}  # fmt: skip
     if told["contract"]:
         (home / "contract.toml").write_text(told["contract"], "utf-8")

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from fedveil.errors import UserError, did_you_mean
 from fedveil.flower import limits
 from fedveil.flower.contract import Allowed, Bounds, Contract, Model, Refused, SumTerms, read_contract
+from fedveil.jsons import Document
 from fedveil.privacy.events import Observer, Unit
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Policy:
     sum_roster: str = ""
 
 
-def owner_of(node_config: Mapping[str, Any]) -> Owner:
+def owner_of(node_config: Mapping[str, object]) -> Owner:
     """Read a SuperNode's --node-config; a wrong or missing key names itself."""
     for key in node_config:
         if key not in NODE_KEYS:
@@ -179,7 +180,7 @@ def read_policy(path: Path) -> Policy:
         )
     if values["maximum_epsilon"] == "unlimited":
         values["maximum_epsilon"] = None
-    found: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    found: Document = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     return Policy(**found)
 
 

@@ -250,7 +250,7 @@ class Private(Strategy):
     def __init__(
         self, inner: Strategy, recipe: str | Recipe, *, clients: int, out: str | Path, cohort: float | None = None,
         epsilon: float | None = None, delta: float = 1e-5, copies: int = 1, resume: bool = False, seed: int | None = None,
-        **changes: Any,
+        **changes: object,
     ) -> None:  # fmt: skip
         self.inner, self.recipe, self.clients, self.path = inner, playable(recipe, changes), clients, Path(out)
         self.cohort = float(cohort or max(1.0, clients * float(getattr(inner, "fraction_train", 1.0))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.federation.config import GIVEN, RunConfig
@@ -50,7 +49,7 @@ app = client_app()
 '''
 
 
-def write_project(folder: Path, config: RunConfig, options: Mapping[str, Any]) -> None:
+def write_project(folder: Path, config: RunConfig, options: Mapping[str, object]) -> None:
     """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
     shuffler = bool(options.get("shuffler") and options.get("shuffler_key"))
     if config.recipe.startswith(GIVEN):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedveil.flower import identity, limits, wire
 from fedveil.flower.request import payload
 from fedveil.flower.roster import Roster
+from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -67,7 +68,7 @@ class Greeting:
 
 def read_reply(
     reply: Message, largest: int, nonce: str, roster: Roster | None
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[JsonObject, dict[str, np.ndarray]]:
     """Facts and arrays of a reply that is well-formed, answers this very message and, with a roster, is signed."""
     try:
         if reply.has_error():
@@ -85,7 +86,7 @@ def read_reply(
 
 
 def _check_signature(
-    facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], nonce: str, roster: Roster
+    facts: Mapping[str, object], arrays: Mapping[str, np.ndarray], nonce: str, roster: Roster
 ) -> None:
     client = facts.get("client")
     member = (
@@ -118,7 +119,7 @@ def greeting(reply: Message, nonce: str, roster: Roster | None, clients: int) ->
 
 def round_reply(
     reply: Message, largest: int, nonce: str, roster: Roster | None, expected: tuple[int, int, int]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[Document, dict[str, np.ndarray]]:
     """A node's answer to a round; expected: (round, client, ticket)."""
     facts, arrays = read_reply(reply, largest, nonce, roster)
     try:

@@ -12,6 +12,7 @@ import numpy as np
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
 from fedveil.flower.contract import Contract, Refused, own_recipe
+from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
@@ -87,8 +88,8 @@ class Request:
     version: str = ""
     group: int = 1
     shuffler_key: str = ""
-    witness: Mapping[str, Any] | None = None
-    sum: Mapping[str, Any] | None = None  # which attempt of a secure sum a message belongs to, and its size
+    witness: Mapping[str, object] | None = None
+    sum: Document | None = None  # which attempt of a secure sum a message belongs to, and its size
 
 
 def read_request(
@@ -137,7 +138,7 @@ def read_request(
     )
 
 
-def _configured(values: dict[str, Any], client: int, contract: Contract) -> tuple[RunConfig, Recipe, Recipe]:
+def _configured(values: Document, client: int, contract: Contract) -> tuple[RunConfig, Recipe, Recipe]:
     """(configuration, recipe of the run, recipe of this client); what the server may not choose is set aside."""
     from pydantic import ValidationError
 
@@ -236,7 +237,7 @@ def payload(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes
 
 def signed(
     facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], secret: bytes, purpose: str = SIGNED_AS
-) -> dict[str, Any]:
+) -> JsonObject:
     """The facts with the signer's public key and signature."""
     whole = {**facts, "submitter": identity.public_of(secret).hex()}
     return {**whole, "signature": identity.sign(secret, purpose, payload(whole, arrays)).hex()}

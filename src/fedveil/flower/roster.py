@@ -15,10 +15,10 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
+from fedveil.jsons import JsonObject
 
 FORMAT = "fedveil roster 1"
 MOST = 10_000  # members
@@ -73,7 +73,7 @@ class Roster:
                 return found
         raise UserError(f"the roster of '{self.study}' (version {self.version}) has no node {number}")
 
-def to_json(roster: Roster) -> dict[str, Any]:
+def to_json(roster: Roster) -> JsonObject:
     """Plain values; `from_json` is the inverse."""
     return {
         "format": FORMAT,
@@ -107,7 +107,7 @@ _MEMBER: dict[str, limits.Check] = {
 }
 
 
-def from_json(value: Any) -> Roster:
+def from_json(value: object) -> Roster:
     """A roster from plain values; `Malformed` says what is wrong."""
     top = limits.fields(value, "roster", _TOP)
     members = []
@@ -119,7 +119,7 @@ def from_json(value: Any) -> Roster:
 
 def write_roster(path: Path, roster: Roster, secret: bytes | None = None) -> None:
     """Write the roster (and its signature by the study's owner) in one step."""
-    document: dict[str, Any] = {"roster": to_json(roster)}
+    document: JsonObject = {"roster": to_json(roster)}
     if secret is not None:
         document["owner"] = identity.public_of(secret).hex()
         document["signature"] = identity.sign(secret, SIGNED_AS, to_bytes(roster)).hex()

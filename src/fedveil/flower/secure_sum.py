@@ -86,6 +86,7 @@ def answer(
             _forget_others(seat)
             move = party.begin(seat.session, seat.me, seat.signing, entropy(), seat.policy)
         else:
+            journal.sync(path)  # nothing leaves because of a record that a loss of power could take back
             state = party.resume(seat.session, seat.me, seat.signing, records)
             if not data:
                 return state.sent[0]
@@ -166,11 +167,9 @@ def _newer(seat: Seat) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(seat.run, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    # The whole way to that file: without it the same attempt could be begun, and signed, a second time.
+    for folder in (seat.run, seat.run.parent, seat.home):
+        journal.sync_folder(folder)
     for old in seat.run.iterdir():
         if old.is_dir() and old != seat.folder:
             shutil.rmtree(old, ignore_errors=True)

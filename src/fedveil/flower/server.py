@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,11 +38,18 @@ from fedveil.flower.owner import deployable
 from fedveil.flower.replies import Unusable, greeting, round_reply
 from fedveil.flower.request import signed
 from fedveil.flower.roster import Roster, read_roster
+from fedveil.jsons import JsonObject
 from fedveil.models import nets
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.place import Reports
 from fedveil.protect.setting import Moment
 from fedveil.training.contract import LocalPlan
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+
+    from fedveil.protect.channel import Tally
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,13 @@ class Outcome:
 
 
 def serve(
-    grid: Any,
+    grid: Grid,
     config: RunConfig,
     options: Options,
     *,
     root: int | bytes | None = None,
     on_round: OnRound | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Play a whole run over `grid` in the folder `options.out`; continues a run that is already there.
 
     Returns what result.json holds. root: only for tests of equality with the simulator.
@@ -203,7 +210,7 @@ def serve(
         return loop.finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
-def _kept_apart(task: Task, facts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _kept_apart(task: Task, facts: JsonObject) -> tuple[JsonObject, JsonObject]:
     """Public and private facts: where a promise counts on a secret cohort, nothing public may tell who or how many came."""
     if task.recipe.place.scope != "everyone":
         return facts, {}
@@ -214,7 +221,7 @@ def _kept_apart(task: Task, facts: dict[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def _play(
-    grid: Any,
+    grid: Grid,
     prepared: Prepared,
     ledger: Ledger,
     state: State,
@@ -223,7 +230,7 @@ def _play(
     crowd: Crowd,
     options: Options,
     parties: Parties,
-) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+) -> tuple[State, JsonObject, tuple[str, ...]]:
     """One round: charge, exchange, merge or skip. (next state, public facts, why replies are missing)."""
     task = prepared.task
     mark = loop.fingerprint_of(prepared, state, clients)
@@ -250,7 +257,7 @@ def _play(
 
 
 def _play_sum(
-    grid: Any,
+    grid: Grid,
     prepared: Prepared,
     ledger: Ledger,
     state: State,
@@ -259,7 +266,7 @@ def _play_sum(
     crowd: Crowd,
     options: Options,
     parties: Parties,
-) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+) -> tuple[State, JsonObject, tuple[str, ...]]:
     """One round whose sum is opened under masks."""
     link = summing.Link(
         nodes=crowd.node,
@@ -357,7 +364,7 @@ def _told(prepared: Prepared, parties: Parties) -> wire.Facts:
 
 
 def gather(
-    grid: Any, config: RunConfig, options: Options, folder: Path, parties: Parties = Parties()
+    grid: Grid, config: RunConfig, options: Options, folder: Path, parties: Parties = Parties()
 ) -> Crowd:
     """Wait until every client has a node, or say who is missing. A resumed run knows its clients: it waits for
     their nodes to be back, but goes on with those that are."""
@@ -384,7 +391,7 @@ def gather(
 
 
 def greet(
-    grid: Any, config: RunConfig, crowd: Crowd, patience: float, poll: float, parties: Parties = Parties()
+    grid: Grid, config: RunConfig, crowd: Crowd, patience: float, poll: float, parties: Parties = Parties()
 ) -> Crowd:
     """Ask nodes that are not known yet who they are. Those that refuse, or are nobody's, are asked once."""
     online = set(grid.get_node_ids())
@@ -437,7 +444,7 @@ def _sealed(facts: wire.Facts, arrays: wire.Arrays, parties: Parties) -> wire.Fa
 
 
 def ready(
-    grid: Any,
+    grid: Grid,
     prepared: Prepared,
     crowd: Crowd,
     now: Moment,
@@ -472,11 +479,11 @@ def ready(
 
 
 def _ask(
-    grid: Any, wanted: Mapping[int, tuple[str, wire.Facts, wire.Arrays]], patience: float, poll: float
-) -> list[tuple[int, Any]]:
+    grid: Grid, wanted: Mapping[int, tuple[str, wire.Facts, wire.Arrays]], patience: float, poll: float
+) -> list[tuple[int, Message]]:
     """Send one message per node id; (node id, reply) for each first reply in time. Replies are matched by the
     id of the message they answer: an error for a dead node comes from the SuperLink, not from the node."""
-    out: list[tuple[int, Any]] = []
+    out: list[tuple[int, Message]] = []
     for key, reply, first in _replies(
         grid, {n: (n, *rest) for n, rest in wanted.items()}, patience, poll, Counter()
     ):
@@ -486,12 +493,12 @@ def _ask(
 
 
 def _replies(
-    grid: Any,
+    grid: Grid,
     wanted: Mapping[int, tuple[int, str, wire.Facts, wire.Arrays]],
     patience: float,
     poll: float,
     tally: Counter[str],
-) -> Any:
+) -> Iterator[tuple[int, Message, bool]]:
     """Yield (key, reply, is it the first) until all have answered or patience ends; counts strays."""
     from flwr.app import Message
 
@@ -500,9 +507,9 @@ def _replies(
     for key in keys:
         node, kind, facts, arrays = wanted[key]
         messages.append(Message(wire.content(facts, arrays), node, kind, ttl=max(patience, 1.0) + 60.0))
-    sent = dict(zip(grid.push_messages(messages), keys, strict=False))
+    numbers = grid.push_messages(messages)
+    sent = {number: key for number, key in zip(numbers, keys, strict=False) if number is not None}
     del messages
-    sent.pop(None, None)
     open_ids = set(sent)
     until = time.monotonic() + patience
     for reply in _pulled(grid, open_ids, until, poll):
@@ -518,13 +525,13 @@ PULLERS = 16  # replies that are fetched side by side
 GRACE = 2.0  # seconds after the deadline for what is being fetched already
 
 
-def _pulled(grid: Any, open_ids: set[str], until: float, poll: float) -> Iterator[Any]:
+def _pulled(grid: Grid, open_ids: set[str], until: float, poll: float) -> Iterator[Message]:
     """Replies as they come, until all `open_ids` are gone from the set or the time is up.
 
     Fetching a reply waits for all its parts, as long as its sender likes: so each is fetched in a thread of its own, and
     one that is not whole in time is left behind.
     """
-    came: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    came: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
 
     def fetch(name: str) -> None:
         try:
@@ -559,7 +566,7 @@ def _pulled(grid: Any, open_ids: set[str], until: float, poll: float) -> Iterato
 
 
 def exchange(
-    grid: Any,
+    grid: Grid,
     prepared: Prepared,
     state: State,
     now: Moment,
@@ -613,7 +620,7 @@ def exchange(
 
 
 def usable(
-    reply: Any,
+    reply: Message,
     prepared: Prepared,
     state: State,
     now: Moment,
@@ -652,7 +659,7 @@ def usable(
     return Upload(client, update), update.nbytes
 
 
-def _array(arrays: Mapping[str, np.ndarray], name: str, kind: Any, size: int) -> np.ndarray:
+def _array(arrays: Mapping[str, np.ndarray], name: str, kind: type[np.generic], size: int) -> np.ndarray:
     if set(arrays) != {name}:
         raise Unusable("rejected", f"arrays {sorted(arrays)[:4]} instead of '{name}'")
     value = arrays[name]
@@ -704,7 +711,7 @@ def _merged(
     found: Outcome,
     options: Options,
     ticket: int,
-) -> tuple[State, dict[str, Any]]:
+) -> tuple[State, JsonObject]:
     task = prepared.task
     if task.recipe.channel.hides_reports:
         return merge_tally(task, state, now, _from_shuffler(task, options, ticket))
@@ -730,7 +737,7 @@ def _crowd_minimum(options: Options) -> int:
     return int(asyncio.run(facts_of(options.shuffler))["minimum"])
 
 
-def _from_shuffler(task: Task, options: Options, ticket: int) -> Any:
+def _from_shuffler(task: Task, options: Options, ticket: int) -> Tally:
     """Fetch the closed round; wait for it as long as for replies."""
     import asyncio
 

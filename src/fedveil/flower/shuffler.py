@@ -42,6 +42,7 @@ from fedveil import keys
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
 from fedveil.flower.roster import Roster, read_roster
+from fedveil.jsons import Document, JsonObject
 from fedveil.protect import channel, ldp
 
 OVERHEAD = 32 + 16  # ephemeral public key and authentication tag
@@ -181,7 +182,7 @@ class Mixer:
     keep: int = 4  # closed rounds kept for a server that asks again
     _open: dict[int, dict[str, list[bytes]]] = field(default_factory=dict)
     _since: dict[int, float] = field(default_factory=dict)
-    _closed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _closed: dict[int, JsonObject] = field(default_factory=dict)
     _late: dict[int, int] = field(default_factory=dict)
 
     def put(self, round_number: int, sender: str, frames: Sequence[bytes], now: float) -> None:
@@ -203,7 +204,7 @@ class Mixer:
         if self.expected is not None and len(waiting) >= self.expected:
             self._close(round_number)
 
-    def take(self, round_number: int, now: float) -> dict[str, Any]:
+    def take(self, round_number: int, now: float) -> Document:
         """The shuffled round {"frames", "senders", "late"}; ValueError while it is open or if discarded."""
         self.close_due(now)
         if round_number not in self._closed:
@@ -247,7 +248,7 @@ _TAKE: dict[str, limits.Check] = {"do": limits.is_one_of(["take"]), "round": lim
 
 async def _put(
     mixer: Mixer, roster: Roster | None, request: object, reader: asyncio.StreamReader
-) -> dict[str, Any]:
+) -> JsonObject:
     """Take a sender's frames into the mix, signed by its key where there is a roster."""
     told = limits.fields(request, "request", _PUT, {"signature": limits.is_hex(64)})
     if told["count"] != mixer.per_sender:
@@ -266,7 +267,7 @@ async def _put(
 
 async def _reply_to(
     mixer: Mixer, server_key: bytes, roster: Roster | None, reader: asyncio.StreamReader
-) -> tuple[dict[str, Any], bytes]:
+) -> tuple[JsonObject, bytes]:
     """The answer to one request, and the bytes that follow it."""
     request = limits.read_json(await asyncio.wait_for(reader.readline(), FIRST), HEADER)
     what = request.get("do") if isinstance(request, dict) else None
@@ -344,13 +345,13 @@ async def send_round(
 ) -> None:
     """A client hands in its frames, signed if it has an identity; ConnectionError says why the shuffler refuses."""
     data = b"".join(frames)
-    header: dict[str, Any] = {"do": "put", "round": round_number, "sender": sender, "count": len(frames)}
+    header: JsonObject = {"do": "put", "round": round_number, "sender": sender, "count": len(frames)}
     if secret is not None:
         header["signature"] = identity.sign(secret, SIGNED_AS, put_payload(round_number, sender, data)).hex()
     await _ask(address, header, data)
 
 
-async def take_round(address: str, round_number: int, private: bytes) -> tuple[list[bytes], dict[str, Any]]:
+async def take_round(address: str, round_number: int, private: bytes) -> tuple[list[bytes], Document]:
     """The server fetches a closed round: (shuffled frames, {"senders", "late"})."""
     reply, body = await _ask(address, {"do": "take", "round": round_number})
     info, _ = await _ask(address, {"do": "info"})
@@ -358,12 +359,12 @@ async def take_round(address: str, round_number: int, private: bytes) -> tuple[l
     return [data[i : i + length] for i in range(0, len(data), length)], reply
 
 
-async def facts_of(address: str) -> dict[str, Any]:
+async def facts_of(address: str) -> Document:
     """What a shuffler says about itself: frame_bytes, frames, minimum, server_key."""
     return (await _ask(address, {"do": "info"}))[0]
 
 
-async def _ask(address: str, header: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
+async def _ask(address: str, header: JsonObject, data: bytes = b"") -> tuple[Document, bytes]:
     kind, where = address_of(address)
     if kind == "unix":
         reader, writer = await asyncio.open_unix_connection(where)

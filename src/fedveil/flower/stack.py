@@ -281,7 +281,8 @@ def up(
     """Start everything and wait until the nodes are in. A failure stops what was started.
 
     policy: text of the policy file of every node (default: all recipes that promise something here).
-    node_config: more keys for every node. trainers: one persistent trainer per node.
+    node_config: more keys for every node; a contract among them takes the policy's place. trainers: one persistent
+    trainer per node.
     """
     folder = folder.absolute()
     if (folder / "stack.json").exists() and any(alive(p) for p in read(folder).processes.values()):
@@ -431,7 +432,7 @@ def start_node(
     home = stack.folder / f"nodes/{number}"
     settings: dict[str, Any] = {
         "home": str(home),
-        "policy": str(home / "policy.toml"),
+        **({} if "contract" in more else {"policy": str(home / "policy.toml")}),
         "partition-id": number,
         "identity": str(home / "identity"),
         "roster": str(stack.folder / "roster.json"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,16 +25,20 @@ from fedveil.flower import wire
 from fedveil.flower.replies import Unusable, round_reply
 from fedveil.flower.roster import Roster
 from fedveil.flower.secure_sum import Ask, Collected, collect, model_of
+from fedveil.jsons import JsonObject
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.setting import Moment
 from fedveil.secure_sum.coordinator import STAGES, Failure
 from fedveil.secure_sum.party import Session
 
+if TYPE_CHECKING:
+    from flwr.app import Message
+
 STAGE_FILE = "stage.json"
 _BESIDE = 1 << 16  # bytes of a reply beside the words of a vector; shares grow with the nodes
 
 Sealed = Callable[[wire.Facts, wire.Arrays], wire.Facts]
-Replies = Callable[[Mapping[int, tuple[int, str, wire.Facts, wire.Arrays]], float], Iterator[tuple[int, Any, bool]]]
+Replies = Callable[[Mapping[int, tuple[int, str, wire.Facts, wire.Arrays]], float], Iterator[tuple[int, "Message", bool]]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def play_sum(
     deadline: float,
     attempts: int,
     say: Callable[[str], None],
-) -> tuple[State, dict[str, Any], tuple[str, ...]]:
+) -> tuple[State, JsonObject, tuple[str, ...]]:
     """One round: (next state, facts, why replies are missing). Without a sum the model stays and the facts say `skipped`."""
     task = prepared.task
     reasons: list[str] = []

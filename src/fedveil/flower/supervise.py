@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import UserError
 from fedveil.flower import books, limits
+from fedveil.jsons import Document
 
 if TYPE_CHECKING:
     from fedveil.flower.owner import Owner
@@ -138,7 +139,7 @@ def write_status(path: Path, running: Sequence[_Running]) -> None:
         os.replace(temporary, path)
 
 
-def read_status(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> Document:
     """What `supervise` wrote last; `UserError` if nothing did."""
     if not path.exists():
         raise UserError(f"{path}: nothing is supervised from here")

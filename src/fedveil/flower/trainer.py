@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from fedveil.flower.owner import Owner
 from fedveil.flower.wire import Facts, pack, unpack
 
 if TYPE_CHECKING:
-    from fedveil.flower.node import RootOf
+    from fedveil.flower.node import Cache, RootOf
 
 LARGEST = 2**30  # bytes of one message
 CALLERS = 32  # connections at once
@@ -41,7 +41,7 @@ PATIENCE = 30.0  # seconds that a caller waits for a trainer that is being resta
 def ask(
     path: str,
     kind: str,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     arrays: Mapping[str, np.ndarray],
     patience: float = PATIENCE,
 ) -> tuple[Facts, dict[str, np.ndarray]]:
@@ -70,7 +70,7 @@ def serve(path: str, owner: Owner, *, root_of: RootOf | None = None, requests: i
 
     root_of: see `client_app`; the shipped command never passes it.
     """
-    cache: dict[str, Any] = {}
+    cache: Cache = {}
     working, places = threading.Lock(), threading.BoundedSemaphore(CALLERS)
 
     def one(line: socket.socket) -> None:
@@ -98,7 +98,7 @@ def serve(path: str, owner: Owner, *, root_of: RootOf | None = None, requests: i
 
 
 def _answer(
-    line: socket.socket, owner: Owner, root_of: RootOf | None, cache: dict[str, Any], working: threading.Lock
+    line: socket.socket, owner: Owner, root_of: RootOf | None, cache: Cache, working: threading.Lock
 ) -> None:
     from fedveil.flower.node import answer
 

@@ -16,12 +16,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from fedveil.errors import UserError
 from fedveil.flower import identity, onboard, stack
 from fedveil.flower.contract import write_contract
 from fedveil.flower.project import write_project
+from fedveil.jsons import JsonObject
 
 CONNECTION = "trial"
 PUBLIC_ROWS = 119
@@ -76,7 +76,7 @@ def papers(folder: Path, sites: int = 3, host: str = "localhost", port: int = 80
                        ca=folder / "tls/ca.crt", contract=folder / "contract.toml")  # fmt: skip
         joined = onboard.accept(letter, folder / name, str(folder / f"{name}.csv"))
         onboard.admit(joined.answer, folder / "roster.json", owner)
-    options: dict[str, Any] = {"out": str(folder / "project/run"), "deadline": 120.0, "join": 300.0,
+    options: JsonObject = {"out": str(folder / "project/run"), "deadline": 120.0, "join": 300.0,
                                "public": str(folder / "public.csv")}  # fmt: skip
     options |= {key: str(folder / name) for key, name in
                 (("contract", "contract.toml"), ("roster", "roster.json"), ("identity", "server.key"))}  # fmt: skip

@@ -9,12 +9,13 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib import format as npy
 
 from fedveil.flower import limits
+from fedveil.jsons import Document
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -25,11 +26,11 @@ MOST_ARRAYS = 16
 KINDS = ("<f4", "<f8", "|u1")
 _SLACK = 1024  # bytes of an array's own header on the wire
 
-Facts = dict[str, Any]
+Facts = Document
 Arrays = Mapping[str, np.ndarray]
 
 
-def content(facts: Mapping[str, Any], arrays: Arrays) -> RecordDict:
+def content(facts: Mapping[str, object], arrays: Arrays) -> RecordDict:
     """The records of one message."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -38,14 +39,14 @@ def content(facts: Mapping[str, Any], arrays: Arrays) -> RecordDict:
     return RecordDict({FACTS: ConfigRecord({"json": document}), ARRAYS: ArrayRecord(named)})
 
 
-def answer(message: Message, facts: Mapping[str, Any], arrays: Arrays) -> Message:
+def answer(message: Message, facts: Mapping[str, object], arrays: Arrays) -> Message:
     """A reply to `message`."""
     from flwr.app import Message
 
     return Message(content(facts, arrays), reply_to=message)
 
 
-def read(message: Any, largest: int | None = None) -> tuple[Facts, dict[str, np.ndarray]]:
+def read(message: Message, largest: int | None = None) -> tuple[Facts, dict[str, np.ndarray]]:
     """(facts, arrays) of a message; ValueError with the reason if it is not one of ours.
 
     largest: refuse arrays of more bytes than this before they are decoded. Nothing is unpickled or unzipped, and no
@@ -105,7 +106,7 @@ def read_array(data: bytes, name: str) -> np.ndarray:
 # each array in the format above after its own length.
 
 
-def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
+def pack(facts: Mapping[str, object], arrays: Arrays) -> bytes:
     """Facts and arrays as bytes."""
     head = json.dumps({"facts": facts, "arrays": list(arrays)}, allow_nan=False).encode()
     parts = [len(head).to_bytes(8, "little"), head]

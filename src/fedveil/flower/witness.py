@@ -21,12 +21,16 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedveil.errors import UserError
 from fedveil.flower import books, identity, limits
 from fedveil.flower.identity import read_identity
 from fedveil.flower.shuffler import address_of
+from fedveil.jsons import Document, JsonObject
+
+if TYPE_CHECKING:
+    from fedveil.flower.owner import Owner
 
 LINE = 4096  # bytes of a question or an answer
 SECONDS = 10.0  # for one exchange
@@ -41,12 +45,12 @@ _ALWAYS: dict[str, limits.Check] = {
 _HEAD: dict[str, limits.Check] = {"number": limits.is_int(0, 2**40), "hash": limits.is_hex(32)}
 
 
-def _signed(facts: dict[str, Any], purpose: str, secret: bytes) -> bytes:
+def _signed(facts: JsonObject, purpose: str, secret: bytes) -> bytes:
     made = identity.sign(secret, purpose, limits.canonical(facts)).hex()
     return limits.canonical({**facts, "signature": made}) + b"\n"
 
 
-def _checked(line: bytes, purpose: str, public: bytes, may: dict[str, limits.Check]) -> dict[str, Any]:
+def _checked(line: bytes, purpose: str, public: bytes, may: dict[str, limits.Check]) -> Document:
     """The facts of a line that this key signed for this purpose; `Malformed` otherwise."""
     facts = dict(limits.fields(limits.read_json(line, LINE), "line", _ALWAYS, may))
     made = bytes.fromhex(facts.pop("signature"))
@@ -64,7 +68,7 @@ def ask(address: str, witness: bytes, secret: bytes, head: Head | None = None) -
     `UserError` if it does not answer, is not the witness that was named, or knows another head at that place or a later one.
     """
     nonce, node = secrets.token_hex(16), identity.public_of(secret).hex()
-    facts: dict[str, Any] = {"node": node, "nonce": nonce}
+    facts: JsonObject = {"node": node, "nonce": nonce}
     facts |= {} if head is None else {"number": head[0], "hash": head[1]}
     try:
         answer = _checked(_exchange(address, _signed(facts, ASKED, secret)), ANSWERED, witness,
@@ -91,7 +95,7 @@ def _exchange(address: str, line: bytes) -> bytes:
             return lines.readline(LINE + 1)
 
 
-def of(owner: Any) -> tuple[str, bytes, bytes] | None:
+def of(owner: Owner) -> tuple[str, bytes, bytes] | None:
     """(address, key of the witness, key of the node) that an owner named; None if there is none."""
     if not owner.witness:
         return None
@@ -113,7 +117,7 @@ def answer(line: bytes, home: Path, secret: bytes, nodes: frozenset[bytes]) -> b
         facts = _checked(line, ASKED, bytes.fromhex(str(node)), _HEAD)
     except limits.Malformed:
         return b""
-    said: dict[str, Any] = {"node": node, "nonce": facts["nonce"]}
+    said: JsonObject = {"node": node, "nonce": facts["nonce"]}
     path = home / f"{node}.json"
     last = books.read_anchor(path)
     if "number" in facts and "hash" in facts:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-_PLAIN: dict[Any, Callable[[], nn.Module]] = {
+_PLAIN: dict[object, Callable[[], nn.Module]] = {
     F.relu: nn.ReLU, torch.relu: nn.ReLU, "relu": nn.ReLU, torch.tanh: nn.Tanh, F.tanh: nn.Tanh, "tanh": nn.Tanh,
     torch.sigmoid: nn.Sigmoid, F.sigmoid: nn.Sigmoid, "sigmoid": nn.Sigmoid, F.silu: nn.SiLU, F.hardswish: nn.Hardswish,
     F.elu: nn.ELU, F.leaky_relu: nn.LeakyReLU, F.softplus: nn.Softplus,
@@ -112,7 +112,7 @@ def _layer(module: nn.Module, node: fx.Node, sizes: set[fx.Node]) -> nn.Module |
         return Add() if len(node.args) == 2 and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs else None
     if node.target in _PLAIN and len(node.args) == 1 and not (set(node.kwargs) - {"inplace"}):
         return _PLAIN[node.target]()
-    rest: tuple[Any, ...] = tuple(node.args[1:])
+    rest: tuple[object, ...] = tuple(node.args[1:])
     more: dict[str, Any] = dict(node.kwargs)
     if node.target in (torch.flatten, "flatten"):
         return nn.Flatten() if (*rest, *more.values()) == (1,) else None

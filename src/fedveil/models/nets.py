@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -205,7 +205,7 @@ def default_model(dataset: Dataset) -> str:
 
 
 def build(
-    name: str, shape: Sequence[int], classes: int | None, seed: int | bytes = 0, **options: Any
+    name: str, shape: Sequence[int], classes: int | None, seed: int | bytes = 0, **options: object
 ) -> nn.Module:
     """Build a model for examples of `shape`; `classes` None means regression (one output).
 
@@ -251,7 +251,7 @@ def build(
     return module
 
 
-def _check_options(name: str, make: Callable[..., Any], options: dict[str, Any], given: int) -> None:
+def _check_options(name: str, make: Callable[..., object], options: dict[str, object], given: int) -> None:
     known = list(inspect.signature(make).parameters)[given:]
     for option in options:
         if option not in known:
@@ -262,8 +262,8 @@ def _check_options(name: str, make: Callable[..., Any], options: dict[str, Any],
 
 
 def _named_arguments(
-    name: str, make: Callable[..., Any], offered: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any]:
+    name: str, make: Callable[..., object], offered: dict[str, object], options: dict[str, object]
+) -> dict[str, object]:
     """What to call the user's function with: shape and classes if it names them, and every option."""
     try:
         parameters = inspect.signature(make).parameters

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import UserError
 from fedveil.keys import derive
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def replace_batch_norm(module: nn.Module, groups: int = 32) -> nn.Module:
@@ -141,7 +144,7 @@ def check_training(before: dict[str, Tensor], module: nn.Module) -> None:
         )
 
 
-def check_gradients(module: nn.Module, x: Any, y: Any) -> None:
+def check_gradients(module: nn.Module, x: np.ndarray | torch.Tensor, y: np.ndarray | torch.Tensor) -> None:
     """Refuse silent failure under noise, which moves every weight: on these examples the loss must reach each trained part
     with a finite gradient that is not zero, and nothing frozen. (An adapter's `down` has none before its `up` has moved.)
 

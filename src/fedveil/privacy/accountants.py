@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def _round_down(kind: Kind, ratio: float | None) -> Kind:
 def _ratio(kinds: Mapping[Kind, int], least: float | None) -> float:
     """The finest grid ratio that leaves at most GRID kinds (more only if there are many other noises)."""
     ratio, others = least or 1.0005, 0
-    groups: dict[tuple[Any, ...], list[float]] = {}
+    groups: dict[tuple[object, ...], list[float]] = {}
     for kind in kinds:
         if kind.noise.mechanism in ("gaussian", "laplace"):
             family = (kind.noise.mechanism, kind.noise.norm, kind.noise.dimension, kind.rate, kind.batch)
@@ -182,14 +182,18 @@ def _rounded(counts: Mapping[Kind, int], ratio: float | None) -> dict[Kind, int]
 # --- compositions -----------------------------------------------------------------------------------------------
 
 
+_Pending: TypeAlias = "tuple[_Pending | None, tuple[tuple[Kind, int], ...]]"  # what came before, what was added
+
+
 @dataclass(frozen=True)
 class _Memo:
-    """What was solved so far: all kinds with their steps, the rounding in force, and the solution."""
+    """What was solved so far: all kinds with their steps, the rounding in force, and one solution."""
 
     counts: dict[Kind, int] = field(default_factory=dict)
     ratio: float | None = None
-    solution: Any = None
     kinds: frozenset[Kind] = frozenset()
+    losses: pld.Solved | None = None  # pld
+    divergences: Array | None = None  # rdp and moments, by order
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +202,7 @@ class Composition:
 
     accountant: str = "pld"
     honest: bool = False
-    _pending: Any = field(default=None, repr=False, compare=False)
+    _pending: _Pending | None = field(default=None, repr=False, compare=False)
     _memo: _Memo = field(default_factory=_Memo, repr=False, compare=False)
 
     @staticmethod
@@ -246,7 +250,7 @@ class Composition:
         return memo
 
 
-def _flatten(pending: Any) -> list[tuple[Kind, int]]:
+def _flatten(pending: _Pending | None) -> list[tuple[Kind, int]]:
     found: list[tuple[Kind, int]] = []
     while pending is not None:
         pending, kinds = pending
@@ -275,7 +279,7 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
         return _Memo(counts)
     ratio: float | None = memo.ratio
     kinds = memo.kinds | {_round_down(kind, ratio) for kind in extra}
-    fresh = memo.solution is None
+    fresh = memo.losses is None and memo.divergences is None
     if len(kinds) > MOST_MULTIPLIERS:
         wider = _ratio(counts, ratio)
         fresh, ratio = fresh or wider != ratio, wider
@@ -287,13 +291,13 @@ def _extend(accountant: str, memo: _Memo, extra: dict[Kind, int]) -> _Memo:
             release, copies = _loss(kind)
             losses[release] = losses.get(release, 0) + n * copies
         with _grid_fits():
-            solution = pld.solve(losses, growth=1.5) if fresh else memo.solution.more(losses)
-    else:
-        orders = renyi.MOMENTS if accountant == "moments" else renyi.TODAY
-        solution = np.zeros(len(orders)) if fresh else memo.solution.copy()
-        for kind, n in todo.items():
-            solution = solution + n * _divergences(kind, orders)
-    return _Memo(counts, ratio, solution, kinds)
+            solved = pld.solve(losses, growth=1.5) if fresh or memo.losses is None else memo.losses.more(losses)
+        return _Memo(counts, ratio, kinds, losses=solved)
+    orders = renyi.MOMENTS if accountant == "moments" else renyi.TODAY
+    divergences = np.zeros(len(orders)) if fresh or memo.divergences is None else memo.divergences
+    for kind, n in todo.items():
+        divergences = divergences + n * _divergences(kind, orders)
+    return _Memo(counts, ratio, kinds, divergences=divergences)
 
 
 @contextlib.contextmanager
@@ -315,20 +319,20 @@ def _judge(accountant: str, honest: bool, memo: _Memo, delta: float) -> Answer:
             raise Refused("delta = 0 needs pure mechanisms (Laplace, Staircase, two-valued) throughout")
         return Answer(accountant, pure, 0.0, "sound", "pure epsilons add up")
     note = _note(memo)
-    if accountant == "pld":
+    if memo.losses is not None:
         with _grid_fits():
-            value = min(memo.solution.epsilon(delta), pure)
+            value = min(memo.losses.epsilon(delta), pure)
         if math.isinf(value):
             raise Refused(
                 f"delta = {delta:g} is below the numerical floor of privacy-loss distributions: use rdp"
             )
         return Answer("pld", value, delta, "sound", note)
-    if accountant == "rdp":
-        value = min(renyi.to_epsilon(renyi.TODAY, memo.solution, delta), pure)
-        return Answer("rdp", value, delta, "sound", note)
-    if accountant == "moments":
-        value = max(0.0, formulas.old_conversion(renyi.MOMENTS, memo.solution, delta))
-        return Answer("moments", value, delta, "sound", note)
+    if memo.divergences is not None:
+        if accountant == "rdp":
+            value = min(renyi.to_epsilon(renyi.TODAY, memo.divergences, delta), pure)
+        else:
+            value = max(0.0, formulas.old_conversion(renyi.MOMENTS, memo.divergences, delta))
+        return Answer(accountant, value, delta, "sound", note)
     if accountant == "zcdp":
         return _judge_zcdp(memo.counts, delta, note)
     return _judge_steps(accountant, honest, memo.counts, delta, note)

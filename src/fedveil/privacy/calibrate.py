@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.events import Event, MechanismName, Noise, Relation, Sampling, Unit
@@ -32,7 +33,7 @@ class Calibration:
     lam: float | None = None
     nu: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dictionary, with `lam` under its full name."""
         data = asdict(self)
         data["lambda"] = data.pop("lam")
@@ -162,11 +163,10 @@ def compare_mechanisms(
     """One calibration per mechanism, least noise first; where `accountant` refuses, rdp answers and says so."""
     found = []
     for name in mechanisms:
-        shared: dict[str, Any] = {"steps": steps, "sampling": sampling, "mechanism": name, "norm": norm,
-                                  "dimension": dimension, "relation": relation}  # fmt: skip
         probe = Event(Noise(name, 1.0, norm, dimension), sampling, relation, steps=1)
         able = answer([probe], max(delta, 1e-12), accountant).verdict != "none"
-        found.append(calibrate(epsilon, delta, accountant=accountant if able else "rdp", **shared))
+        found.append(calibrate(epsilon, delta, steps=steps, sampling=sampling, mechanism=name, norm=norm, dimension=dimension,
+                               relation=relation, accountant=accountant if able else "rdp"))  # fmt: skip
     return tuple(sorted(found, key=lambda one: one.noise_std))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from fedveil.errors import UserError, did_you_mean
 
@@ -20,9 +19,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _number(option: str, value: Any, allowed: str) -> float:
+def _number(option: str, value: object, allowed: str) -> float:
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]  # what has no number raises TypeError
     except (TypeError, ValueError, OverflowError):
         raise UserError(f"{option} must be {allowed}, got {_short(value)}.") from None
     if math.isnan(number) or isinstance(value, bool):
@@ -30,7 +29,7 @@ def _number(option: str, value: Any, allowed: str) -> float:
     return number
 
 
-def positive(option: str, value: Any) -> float:
+def positive(option: str, value: object) -> float:
     """A finite number above 0."""
     allowed = "a finite number greater than 0"
     number = _number(option, value, allowed)
@@ -39,7 +38,7 @@ def positive(option: str, value: Any) -> float:
     return number
 
 
-def fraction(option: str, value: Any) -> float:
+def fraction(option: str, value: object) -> float:
     """A sampling rate: greater than 0 and at most 1."""
     allowed = "greater than 0 and at most 1"
     number = _number(option, value, allowed)
@@ -48,7 +47,7 @@ def fraction(option: str, value: Any) -> float:
     return number
 
 
-def delta(value: Any, option: str = "delta") -> float:
+def delta(value: object, option: str = "delta") -> float:
     """A delta: at least 0 and less than 1."""
     allowed = "at least 0 and less than 1"
     number = _number(option, value, allowed)
@@ -57,7 +56,7 @@ def delta(value: Any, option: str = "delta") -> float:
     return number
 
 
-def unit_interval(option: str, value: Any) -> float:
+def unit_interval(option: str, value: object) -> float:
     """A number from 0 to 1, both included."""
     allowed = "from 0 to 1"
     number = _number(option, value, allowed)
@@ -66,7 +65,7 @@ def unit_interval(option: str, value: Any) -> float:
     return number
 
 
-def count(option: str, value: Any, least: int = 0, most: int = MOST) -> int:
+def count(option: str, value: object, least: int = 0, most: int = MOST) -> int:
     """A whole number, at least `least` and at most `most`."""
     allowed = f"a whole number of at least {least}" + (f" and at most {most}" if most < MOST else "")
     number = _number(option, value, allowed)
@@ -75,7 +74,7 @@ def count(option: str, value: Any, least: int = 0, most: int = MOST) -> int:
     return int(number)
 
 
-def one_of(option: str, value: Any, known: tuple[str, ...]) -> str:
+def one_of(option: str, value: object, known: tuple[str, ...]) -> str:
     """One of the known names."""
     if value not in known:
         raise UserError(

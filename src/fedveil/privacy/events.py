@@ -9,7 +9,9 @@ round) by the clients they concern. None of this imports torch.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from fedveil.jsons import Document, JsonObject
 
 Relation = Literal["zero-out", "add-remove", "replace-one"]
 Unit = Literal["example", "client", "reported-weight"]
@@ -99,12 +101,12 @@ class Release:
     note: str = ""
 
 
-def to_json(value: Event | Claim | Noise | Sampling) -> dict[str, Any]:
+def to_json(value: Event | Claim | Noise | Sampling) -> JsonObject:
     """Plain dictionary; `event_from_json` is the inverse."""
     return asdict(value)
 
 
-def event_from_json(data: dict[str, Any]) -> Event:
+def event_from_json(data: Document) -> Event:
     return Event(
         noise=Noise(**data["noise"]),
         sampling=Sampling(**data["sampling"]),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
+from fedveil.jsons import JsonObject
 from fedveil.privacy.schedules import Schedule
 from fedveil.protect import adaclip
 from fedveil.protect.bounded import ORDERS
@@ -79,7 +80,7 @@ class Rule(Protocol):
     def vectors(self, memory: Memory) -> Mapping[str, np.ndarray]: ...
     def beside(self) -> float: ...
     def count(self, half: float, steps: int, layers: int, key: bytes, exact: bool) -> float | None: ...
-    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, dict[str, Any]]: ...
+    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, JsonObject]: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Given:
         """The noised count that a client uploads, None if none. half: (share of unclipped - 1/2) * examples."""
         return None
 
-    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, dict[str, Any]]:
+    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, JsonObject]:
         """The memory after a round, and public facts."""
         return memory, {}
 
@@ -180,7 +181,7 @@ class Quantile(Given):
         grid = 2.0**-21 / layers if exact else 0.0
         return float(self.noised(grid).add(np.array([half]), key, times=math.sqrt(steps))[0])
 
-    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, dict[str, Any]]:
+    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, JsonObject]:
         assert isinstance(memory, TrackedBound)
         if not len(seen.counts):
             return memory, {}
@@ -230,7 +231,7 @@ class AdaClip(Given):
         assert isinstance(memory, Moments)
         return {"shift": memory.now.mean, "scale": adaclip.scale(memory.now)}
 
-    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, dict[str, Any]]:
+    def next(self, memory: Memory, seen: Seen) -> tuple[Memory, JsonObject]:
         assert isinstance(memory, Moments)
         variance = (adaclip.scale(memory.now).astype(np.float64) * seen.deviation) ** 2
         after = adaclip.follow(memory.now, seen.gradient, variance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TypedDict
 
 from fedveil.privacy.events import OBSERVERS
 from fedveil.privacy.schedules import Schedule
@@ -50,7 +50,30 @@ def verdicts(recipe: Recipe, setting: Setting = TYPICAL) -> dict[str, dict[str, 
     return out
 
 
-def describe(recipe: Recipe) -> dict[str, Any]:
+class Described(TypedDict):
+    """One recipe as a plain row."""
+
+    name: str
+    summary: str
+    paper: str
+    family: str
+    target: str
+    clip: str
+    sensitivity: str
+    sigma: str
+    mechanism: str
+    where: str
+    noise_on: str
+    sampling: str
+    channel: str
+    aggregate: str
+    epsilon: float | None
+    verdicts: dict[str, str]
+    units: dict[str, str]
+    reasons: dict[str, str]
+
+
+def describe(recipe: Recipe) -> Described:
     """One recipe as a plain row."""
     clip = recipe.clip
     shown = f"{clip.kind} {text_of(clip.bound)}" if clip.bounded else clip.kind
@@ -81,6 +104,6 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def describe_all() -> list[dict[str, Any]]:
+def describe_all() -> list[Described]:
     """Every recipe of the catalogue."""
     return [describe(recipe) for recipe in catalogue().values()]

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import Json
 from fedveil.privacy.schedules import Schedule, parse
 from fedveil.protect import aggregate as rules
 from fedveil.protect.clip import RULES, SCALES, Clip, Quantile, Rule, Scale, constant
@@ -240,6 +241,9 @@ TEXTS = ("name", "summary", "paper")
 KEYS: tuple[str, ...] = (*TEXTS, *WORDS, *SCHEDULES, *SWITCHES, *NUMBERS, *OPTIONAL)
 
 
+Part = TypeVar("Part")
+
+
 def spell(recipe: Recipe) -> dict[str, Any]:
     """The recipe as flat keys; a part that is not ours stands there as itself."""
     r, clip, rule = recipe, recipe.clip, recipe.clip.rule
@@ -288,19 +292,19 @@ def spell(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _word(known: Mapping[str, Any], part: Any) -> Any:
+def _word(known: Mapping[str, Part], part: Part) -> str | Part:
     """The word for a part of ours (its own numbers have keys of their own), else the part."""
-    name = str(part.name)
+    name = str(part.name)  # type: ignore[attr-defined]  # every part has one
     return name if type(known.get(name)) is type(part) else part
 
 
-def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def with_changes(recipe: Recipe, changes: Mapping[str, object]) -> Recipe:
     """A copy with keys replaced: {"clip.bound": 1.0, "sigma": "linear:15:4.85", "where": my_place}.
 
     A schedule may be given as a number or as text, a part as its word or as itself. Unknown keys are an error with the
     nearest known one.
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in changes.items():
         if key == "clip" and isinstance(value, Mapping):
             flat.update({f"clip.{own}": given for own, given in value.items()})
@@ -310,7 +314,7 @@ def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return _built(recipe, {**spell(recipe), **given}, set(given))
 
 
-def _typed(key: str, value: Any) -> Any:
+def _typed(key: str, value: object) -> object:
     where = f"recipe.{key}"
     if key not in KEYS:
         head, _, tail = key.rpartition(".")
@@ -322,7 +326,7 @@ def _typed(key: str, value: Any) -> Any:
         if key in SWITCHES and not isinstance(value, bool):
             raise ValueError("expected true or false")
         if key in NUMBERS or (key in OPTIONAL and value is not None):
-            return float(value)
+            return float(value)  # type: ignore[arg-type]  # TypeError where it is none
         if key in WORDS and isinstance(value, str) and value not in WORDS[key]:
             raise ValueError(f"expected one of {', '.join(WORDS[key])}.{did_you_mean(value, WORDS[key])}")
         if key in WORDS and not isinstance(value, str) and not hasattr(value, "name"):
@@ -334,7 +338,7 @@ def _typed(key: str, value: Any) -> Any:
     return value
 
 
-def _part(known: Mapping[str, Any], value: Any) -> Any:
+def _part(known: Mapping[str, Part], value: str | Part) -> Part:
     return known[value] if isinstance(value, str) else value
 
 
@@ -423,7 +427,7 @@ def foreign_packages(value: object) -> set[str]:
     return found.union(*(foreign_packages(part) for part in _values(value)))
 
 
-def _values(part: Any) -> list[Any]:
+def _values(part: object) -> list[object]:
     """What a part holds."""
     if isinstance(part, (tuple, list)):
         return list(part)
@@ -468,7 +472,7 @@ def _places(package: str) -> tuple[list[Path], Path | None]:
     return [], Path(origin) if origin and Path(origin).is_file() else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, (tuple, list)):
@@ -476,7 +480,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(own) for key, own in value.items()}
     if _is_code(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        return f"{value.__module__}.{value.__qualname__}"  # type: ignore[attr-defined]
     if is_dataclass(value):
         own = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "about"}
     else:

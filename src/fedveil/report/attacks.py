@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fedveil.jsons import Document, JsonObject
 from fedveil.report import plots
 from fedveil.report.facts import number, roc_of
 from fedveil.report.plots import Series, short
@@ -50,11 +51,11 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
 REPEATED = {("gradient", "mse"), ("gradient", "psnr")}  # said by RMSE already
 
 
-def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def attack_card(card: Document, rows: Sequence[Mapping[str, object]] = ()) -> JsonObject:
     """What the template shows about one attack; `rows` of the ledger say what its seat was promised."""
     kind = card["kind"]
     title, what = ATTACKS.get(kind, (kind, "An attack on this run."))
-    out: dict[str, Any] = {
+    out: JsonObject = {
         "kind": kind, "title": title, "what": what, "figures": [], "chart": Markup(""), "image": None,
         "hidden": card.get("hidden", False), "damaged": card.get("damaged", False), "setting": "", "verdict": "", "reason": "",
         "not_done": "", "methods": [], "empty": [], "seat": "",
@@ -78,7 +79,7 @@ def attack_card(card: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ())
     return out
 
 
-def _figures(kind: str, data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _figures(kind: str, data: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """(name, value, explanation) of what was measured; attacks that are compared have a table of their own."""
     out = []
     for key, (name, form, explanation) in FIGURES.items():
@@ -96,7 +97,7 @@ def _figures(kind: str, data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return out
 
 
-def _chart(data: Mapping[str, Any]) -> Markup:
+def _chart(data: Mapping[str, object]) -> Markup:
     """An audit's evidence, a membership attack's ROC, or nothing."""
     lower = number(data.get("epsilon_lower"))
     if lower is not None:
@@ -111,7 +112,7 @@ def _chart(data: Mapping[str, Any]) -> Markup:
     )  # fmt: skip
 
 
-def empty_because(methods: Mapping[str, Any]) -> list[str]:
+def empty_because(methods: Mapping[str, object]) -> list[str]:
     """Why figures of these membership attacks are empty, each reason once, with the attacks that it holds for."""
     held: dict[str, list[str]] = {}
     for name, rates in methods.items():

@@ -13,16 +13,17 @@ from fedveil.federation.config import load_config
 from fedveil.federation.forecast import forecast
 from fedveil.federation.loop import Prepared, run
 from fedveil.federation.store import open_run
+from fedveil.jsons import Document, JsonObject
 
 
 def compare_all(
     names: Sequence[str], changes: Sequence[str], seeds: int, out: Path, quiet: bool = True
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """One row per name: runs are read where a directory is given, made (or resumed) otherwise."""
     from rich.console import Console
     from rich.progress import track
 
-    jobs: list[tuple[str, dict[str, Any] | None, int]] = []
+    jobs: list[tuple[str, JsonObject | None, int]] = []
     for name in names:
         folder = Path(name)
         if (folder / "run.json").is_file():
@@ -34,7 +35,7 @@ def compare_all(
             jobs.append((name, found, 0))
         else:
             jobs += [(name, None, seed) for seed in range(seeds)]
-    results: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[JsonObject]] = {}
     console = Console(stderr=True, quiet=quiet)
     for name, found, seed in track(
         jobs, "comparing", console=console, disable=quiet or not console.is_terminal
@@ -53,7 +54,7 @@ def _tell(prepared: Prepared) -> None:
         print(f"forecast for {prepared.task.recipe.name}: {said}", file=sys.stderr, flush=True)
 
 
-def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(name: str, results: list[Document]) -> JsonObject:
     quality = [r["test_accuracy"] if r["test_accuracy"] is not None else r.get("test_rmse") for r in results]
     values = [q for q in quality if q is not None]
     first = open_run(results[0]["run"])
@@ -74,7 +75,7 @@ def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _largest(results: list[dict[str, Any]], verdict: str) -> float | None:
+def _largest(results: list[Document], verdict: str) -> float | None:
     """The observer's example-level epsilon (client-level where there is no other), worst over the seeds."""
     for unit in ("example", "client"):
         found = []
@@ -91,7 +92,7 @@ def _largest(results: list[dict[str, Any]], verdict: str) -> float | None:
     return None
 
 
-def table_of(rows: list[dict[str, Any]]) -> Any:
+def table_of(rows: list[Document]) -> Any:
     """A rich table."""
     from rich.table import Table
 
@@ -116,7 +117,7 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     return table
 
 
-def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
+def plot_pareto(rows: list[Document], path: Path) -> None:
     """Result against sound epsilon; configurations without a sound promise stand at the right edge, hollow."""
     import matplotlib
 

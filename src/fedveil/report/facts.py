@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 from fedveil.errors import UserError
 from fedveil.federation import store
 from fedveil.federation.store import Run
+from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
+    from fedveil.privacy.ledger import Header, Ledger
+    from fedveil.privacy.ledger.journal import Record
     from fedveil.protect.recipe import Recipe
 
 COURSE_ACCOUNTANTS = ("pld", "rdp", "moments", "zcdp")
@@ -36,7 +39,7 @@ PATIENCE = 1.5  # seconds for the clients' budgets
 class Promise:
     """The ledger's answer. problem: why there is none. course: (accountant, verdict) -> (rounds, epsilons)."""
 
-    rows: tuple[dict[str, Any], ...] = ()
+    rows: tuple[Document, ...] = ()
     course: Mapping[tuple[str, str], tuple[list[float], list[float | None]]] = ()  # type: ignore[assignment]
     problem: str = ""
     releases: int = 0
@@ -45,7 +48,7 @@ class Promise:
     simulated: bool = True
     budget: float | None = None
     own: tuple[float, ...] = ()  # budgets of single clients
-    clients: tuple[dict[str, Any], ...] = ()
+    clients: tuple[JsonObject, ...] = ()
     client_count: int = 0
 
 
@@ -57,11 +60,11 @@ class Facts:
     name: str
     recipe: Recipe
     unit: str
-    metrics: tuple[dict[str, Any], ...]
-    private: tuple[dict[str, Any], ...]
-    result: dict[str, Any]
+    metrics: tuple[Document, ...]
+    private: tuple[JsonObject, ...]
+    result: JsonObject
     promise: Promise
-    attacks: tuple[dict[str, Any], ...]
+    attacks: tuple[Document, ...]
     confusion: list[list[int]] | None
     public_data: bool
 
@@ -80,7 +83,7 @@ class Facts:
             (v for line in reversed(self.metrics) if (v := number(line.get(key))) is not None), None
         )  # fmt: skip
 
-    def column(self, key: str, lines: Sequence[Mapping[str, Any]] | None = None) -> list[float | None]:
+    def column(self, key: str, lines: Sequence[Document] | None = None) -> list[float | None]:
         return [number(line.get(key)) for line in (self.metrics if lines is None else lines)]
 
     @property
@@ -103,7 +106,7 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def main_row(rows: Iterable[Mapping[str, Any]], observer: str, unit: str) -> dict[str, Any] | None:
+def main_row(rows: Iterable[Mapping[str, Any]], observer: str, unit: str) -> Document | None:
     """Sound before nominal before none; within these, the wanted unit first."""
     order = {"sound": 0, "nominal": 1, "none": 2}
     own = [r for r in rows if r.get("observer") == observer and r.get("verdict") in order]
@@ -149,7 +152,7 @@ def gather(
     )
 
 
-def _result(run: Run) -> dict[str, Any]:
+def _result(run: Run) -> JsonObject:
     try:
         found = run.result
     except UserError:
@@ -194,7 +197,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
 
 
 def _course(
-    header: Any, records: Sequence[Any], rows: Sequence[Mapping[str, Any]], observer: str, unit: str
+    header: Header, records: Sequence[Record], rows: Sequence[Document], observer: str, unit: str
 ) -> dict[tuple[str, str], tuple[list[float], list[float | None]]]:
     """Epsilon of the main row after some of the rounds, by several accountants."""
     from fedveil.privacy.ledger import Ledger
@@ -230,15 +233,15 @@ def _course(
 
 
 def _clients(
-    ledger: Any, observer: str, unit: str, accountant: str
-) -> tuple[dict[str, Any], ...]:
+    ledger: Ledger, observer: str, unit: str, accountant: str
+) -> tuple[JsonObject, ...]:
     """What each of the first clients has spent, and what it may spend; as many as there is time for."""
     header = ledger.header
     many = range(min(header.clients, MOST_CLIENTS))
     often = ledger.participations()
     limits = {b.client: b.epsilon for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
-    used: dict[Any, float | None] = {}
-    out = []
+    used: dict[object, float | None] = {}
+    out: list[JsonObject] = []
     until = time.monotonic() + PATIENCE
     for client in many:
         if time.monotonic() > until:
@@ -259,7 +262,7 @@ def _clients(
 # --- attacks ------------------------------------------------------------------------------------------------------
 
 
-def attacks_of(folder: Path, show: bool) -> Iterable[dict[str, Any]]:
+def attacks_of(folder: Path, show: bool) -> Iterable[JsonObject]:
     """One card per attack result. Without `show` a card only tells that the attack was made: its figures and
     pictures describe training records. An audit counts planted canaries, and is always shown."""
     place = folder / "attacks"
@@ -318,7 +321,7 @@ def _reduced(blob: bytes) -> bytes:
     return out.getvalue()
 
 
-def roc_of(data: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+def roc_of(data: Mapping[str, object]) -> tuple[list[float], list[float]] | None:
     """False and true positive rates, from {"fpr", "tpr"} (also inside "roc") or a list of pairs."""
     found = data.get("roc", data)
     if isinstance(found, Mapping):

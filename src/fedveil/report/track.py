@@ -39,7 +39,7 @@ def export(folder: Path, kind: str, target: str | None = None) -> str:
     return target or (str(Path(folder) / "tensorboard") if kind == "tensorboard" else "MLflow's default")
 
 
-def send(log: Log, line: Mapping[str, Any]) -> None:
+def send(log: Log, line: Mapping[str, object]) -> None:
     """One round: every finite number, under its own name."""
     step = line.get("round")
     if not isinstance(step, int):

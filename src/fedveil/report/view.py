@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
 from fedveil.attacks import verdicts
+from fedveil.jsons import Document, JsonObject
 from fedveil.protect.clip import Given
 from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card, percent
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fedveil.protect.recipe import Recipe
 
 
-def view(facts: Facts, private: bool) -> dict[str, Any]:
+def view(facts: Facts, private: bool) -> dict[str, object]:
     """Everything the template shows about one run."""
     config = facts.run.config
     return {
@@ -215,7 +216,7 @@ def spread(facts: Facts) -> Markup:
     return Markup("")
 
 
-def promise_table(facts: Facts) -> dict[str, Any]:
+def promise_table(facts: Facts) -> dict[str, object]:
     """Observers by units; reasons are numbered notes below."""
     rows = facts.promise.rows
     units = [u for u in words.UNITS if any(r["unit"] == u for r in rows)]
@@ -332,7 +333,7 @@ def settings_charts(facts: Facts) -> list[tuple[Markup, bool]]:
 
 def path_chart(facts: Facts) -> Markup:
     """Public loss along the paths of the last round that merged by mode connectivity, averaged per level."""
-    paths: Sequence[Mapping[str, Any]] = next(
+    paths: Sequence[Document] = next(
         (m["paths"] for m in reversed(facts.metrics) if m.get("paths")), ()
     )
     series = []
@@ -384,7 +385,7 @@ def steady(facts: Facts) -> list[str]:
     ]
 
 
-def noise_to_gradient(facts: Facts, line: Mapping[str, Any]) -> float | None:
+def noise_to_gradient(facts: Facts, line: Document) -> float | None:
     """Length of one step's noise over the largest length that a batch's clipped gradients can add up to."""
     deviation, norms = number(line.get("noise_deviation")), line.get("norm_mean")
     if not deviation or not isinstance(norms, list):
@@ -427,7 +428,7 @@ def costs(facts: Facts) -> list[tuple[str, str, str]]:
     ]
 
 
-def reproduce(facts: Facts, private: bool) -> dict[str, Any]:
+def reproduce(facts: Facts, private: bool) -> JsonObject:
     """Command, seed, versions, and the configuration as TOML (local folders only in a private report)."""
     known = facts.run.facts
     values = {k: v for k, v in facts.run.config.model_dump().items() if v is not None and v != {}}

@@ -26,13 +26,27 @@ def append(path: Path, record: bytes) -> None:
         os.ftruncate(descriptor, whole)  # a torn end goes first
         os.lseek(descriptor, whole, os.SEEK_SET)
         data = memoryview(struct.pack("<I", len(record)) + record)
-        while data:
-            data = data[os.write(descriptor, data) :]
-        os.fsync(descriptor)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError:  # what may not be on the disk must not be answered from either
+            os.ftruncate(descriptor, whole)
+            raise
     finally:
         os.close(descriptor)
     if new:
-        _sync_folder(path)
+        sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when all that is in the file is on the disk: who wrote it may have been killed before its sync."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def replace(path: Path, record: bytes) -> None:
@@ -41,11 +55,12 @@ def replace(path: Path, record: bytes) -> None:
     temporary.unlink(missing_ok=True)
     append(temporary, record)
     os.replace(temporary, path)
-    _sync_folder(path)
+    sync_folder(path.parent)
 
 
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

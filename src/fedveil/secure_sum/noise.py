@@ -41,22 +41,22 @@ def on_grid(parameters: Parameters, values: np.ndarray) -> np.ndarray:
     sqrt(size). The replacement by zeros is no part of that: clipped sums are finite, and it must stay so that no single
     record decides whether a node's training fails (engines give a broken example the contribution zero).
     """
-    values = np.asarray(values)
-    units, far = np.zeros(values.shape, np.int64), 2.0**62 * parameters.grid
-    flat, out = values.reshape(-1), units.reshape(-1)
+    return _added(parameters, values, np.zeros(np.shape(values), np.int64))
+
+
+def _added(parameters: Parameters, values: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """`units` with the values in grid steps added in place, unless they are not finite or too far out."""
+    flat, out, far = np.asarray(values).reshape(-1), units.reshape(-1), 2.0**62 * parameters.grid
+    if flat.size and not (float(flat.max()) < far and float(flat.min()) > -far):  # also false for NaN
+        return units
     for start in range(0, flat.size, _PIECE):  # pieces stay in the cache
-        piece = flat[start : start + _PIECE].astype(np.float64)
-        if not (piece.max() < far and piece.min() > -far):  # also false for NaN
-            return np.zeros(values.shape, np.int64)
-        out[start : start + _PIECE] = noise.snap(piece, parameters.grid)
+        out[start : start + _PIECE] += noise.snap(flat[start : start + _PIECE], parameters.grid)
     return units
 
 
 def noised(parameters: Parameters, values: np.ndarray, key: bytes) -> np.ndarray:
     """A node's sum in grid steps with its share of the noise: what it masks. `key` as for `share`."""
-    units = on_grid(parameters, values)
-    units += share(parameters, key)
-    return units
+    return _added(parameters, values, share(parameters, key))
 
 
 def multiplier(parameters: Parameters, shares: int | None = None) -> float:

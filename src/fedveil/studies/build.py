@@ -27,14 +27,14 @@ DECAYING = ("dp-dyns-c-decay", "dp-dyns", "dp-dyn-s-c-decay-sigma", "dp-dyn-s-si
 DEFAULTS = {"clip.bound": 4.0, "sigma": 6.0}
 
 
-def federated(recipe: str, dataset: str, **more: Any) -> Train:
+def federated(recipe: str, dataset: str, **more: object) -> Train:
     """A run with the federated papers' settings. C = 4 and sigma = 6 are every recipe's own: left unsaid, so that a
     sweep shares this run with the tables that do not vary them."""
     said = {key: value for key, value in more.items() if DEFAULTS.get(key) != value}
     return Train(recipe, dataset, changes(settings.FEDERATED[dataset], said))
 
 
-def central(recipe: str, dataset: str, **more: Any) -> Train:
+def central(recipe: str, dataset: str, **more: object) -> Train:
     """A run with the central paper's settings; purchase-10 and purchase-50 are played by Location-30. A recipe's own
     bound is left unsaid, so that a sweep shares the run with the tables that do not vary it."""
     name, options = _stand_in(dataset)
@@ -43,7 +43,7 @@ def central(recipe: str, dataset: str, **more: Any) -> Train:
     return Train(recipe, name, changes(settings.CENTRAL[name], said), options)
 
 
-def _stand_in(dataset: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def _stand_in(dataset: str) -> tuple[str, tuple[tuple[str, object], ...]]:
     if dataset.startswith("purchase-"):
         return "location30", (("clusters", int(dataset.split("-")[1])),)
     return dataset, ()
@@ -81,7 +81,7 @@ _BARE = ("fed-sdp", "fed-sdp-client", "dssgd", "gradient-pruning", "random-noise
 _ONLY_CLIPPED = ("quantile-clip", "fed-alpha-cdp", "fed-alpha-cdp-sigma", "dp-baseline", "dp-dyn-s-sigma")
 
 
-def exposed(recipe: str, tap: str, change: Mapping[str, Any]) -> tuple[str, str]:
+def exposed(recipe: str, tap: str, change: Mapping[str, object]) -> tuple[str, str]:
     """The recipe and tap under which the same tensors are seen in the first round, so that tables share the job.
 
     Type 2: recipes that act on updates leave each example's gradient as it is; those with noise on the sum leave it clipped

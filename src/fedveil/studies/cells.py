@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from fedveil.jsons import JsonObject
+
 Changes = tuple[tuple[str, Any], ...]
 """Sorted (key, value) pairs of a run configuration: hashable, and the same text whichever way it was written."""
 
 
-def changes(*groups: Mapping[str, Any], **more: Any) -> Changes:
+def changes(*groups: Mapping[str, object], **more: object) -> Changes:
     """Merge groups of settings, later ones winning."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for group in (*groups, more):
         merged.update(group)
     return tuple(sorted(merged.items()))
@@ -169,7 +171,7 @@ def only(entry: Entry, words: tuple[str, ...]) -> Entry:
     return replace(entry, cells=tuple(c for c in entry.cells if all(w.lower() in text(c) for w in words)))
 
 
-def settings_of(job: Job, seed: int) -> dict[str, Any]:
+def settings_of(job: Job, seed: int) -> JsonObject:
     """Everything that decides the job's result."""
     return {"kind": type(job).__name__.lower(), "seed": seed if seeded(job) else 0, **asdict(job)}
 
@@ -185,7 +187,7 @@ def key_of(job: Job, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def with_settings(job: Train, **more: Any) -> Train:
+def with_settings(job: Train, **more: object) -> Train:
     """The same run with some settings changed."""
     return replace(job, settings=changes(dict(job.settings), more))
 
@@ -205,7 +207,7 @@ class Row:
     deviation: float | None = None
     seeds: int = 1
     fitted: bool = False  # comes out only with a step more or less than stated
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     law: str = (
         ""  # of the noise that was drawn: float, or exact (discrete); no part of what a cell is found by
     )

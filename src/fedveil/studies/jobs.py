@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedveil.errors import UserError
+from fedveil.jsons import Document
 from fedveil.privacy import formulas, papers, renyi, schedules
 from fedveil.privacy.events import Noise
 from fedveil.studies.cells import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fedveil.data.datasets import Dataset
     from fedveil.federation.config import RunConfig
 
-Result = dict[str, Any]
+Result = Document
 
 
 def execute(job: Job, seed: int, folder: Path) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fedveil.studies.build import EXAMPLE, FIVE, SHOWN, attack, federated, federated_time, line, noise_why
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon
@@ -80,7 +79,7 @@ def _table6() -> list[Cell]:
     return cells
 
 
-def leak_why(tap: str, recipe: str, change: Mapping[str, Any] = {}) -> tuple[str, ...]:
+def leak_why(tap: str, recipe: str, change: Mapping[str, object] = {}) -> tuple[str, ...]:
     """Why a leakage number differs."""
     why = ["rmse-is-mse", "inner-steps"]
     noisy = recipe not in ("non-private", "fed-sdp", "fed-sdp-client", "dssgd")
@@ -113,7 +112,7 @@ def _table7() -> list[Cell]:
     cells = []
     for (tap, recipe), numbers in TABLE_7.items():
         at_tap = "type2" if tap == "type2" else "type0"
-        ways: list[tuple[str, Mapping[str, Any]]] = [("", {})]
+        ways: list[tuple[str, Mapping[str, object]]] = [("", {})]
         if tap == "type2" and recipe.startswith("fed-cdp"):  # the two readings of where the noise goes
             ways = [(", noise on sum", {}), (", noise on example", EXAMPLE)]
         for said, change in ways:

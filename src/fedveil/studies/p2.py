@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fedveil.studies.build import (
     ACCOUNTANTS,
@@ -225,7 +224,7 @@ def _table9() -> list[Cell]:
 def _table3() -> list[Cell]:
     cells = []
     for recipe, rows in TABLE_3.items():
-        ways: list[tuple[str, Mapping[str, Any], tuple[str, ...]]] = [("", {}, ("same-exposure",))]
+        ways: list[tuple[str, Mapping[str, object], tuple[str, ...]]] = [("", {}, ("same-exposure",))]
         if recipe != "non-private":
             ways = [(", noise on sum", {}, ("type2-sum", "clip-visible")),
                     (", noise on example", EXAMPLE, ("type2-example", "noise-swamps"))]  # fmt: skip

@@ -186,7 +186,7 @@ def _table11() -> list[Cell]:
 def _table3() -> list[Cell]:
     cells = []
     for (tap, recipe), numbers in TABLE_3.items():
-        ways: list[tuple[str, str, Mapping[str, Any]]] = [("", tap, {})]
+        ways: list[tuple[str, str, Mapping[str, object]]] = [("", tap, {})]
         if (tap, recipe) == ("type0", "fed-sdp"):
             ways = [(", as received", "type0", {}), (", sanitised", "type0-sanitised", {})]
         if (tap, recipe) == ("type1", "fed-sdp-client"):

@@ -21,7 +21,7 @@ EPSILONS = {
 }
 
 
-def ldp(dataset: str, recipe: str = "ldp-fl", **more: Any) -> Train:
+def ldp(dataset: str, recipe: str = "ldp-fl", **more: object) -> Train:
     """A run with the paper's settings; without noise it is plain averaging."""
     merged = {**settings.LDP[dataset], **more}
     if recipe == "non-private":

@@ -53,7 +53,7 @@ TABLE_9 = {
 }  # fmt: skip
 
 
-def udp(recipe: str, dataset: str, epsilon: float | None, **more: Any) -> Train:
+def udp(recipe: str, dataset: str, epsilon: float | None, **more: object) -> Train:
     """A run calibrated to a sound epsilon for the server; None is plain averaging. NbAFL sets its own noise."""
     merged = {**settings.UDP[dataset], **more}
     if epsilon is None or recipe == "nbafl":
@@ -146,7 +146,7 @@ def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[flo
     return cells
 
 
-def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: Any) -> list[Cell]:
+def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: object) -> list[Cell]:
     """Accuracy over rounds of the mechanisms, NbAFL and plain averaging."""
     runs = {f"{SHOWN[dataset]}, {name}, ε={epsilon:g}": (udp(recipe, dataset, epsilon, **more), why(name))
             for name, recipe in MECHANISMS.items()}  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fedveil.jsons import Document, JsonObject
 from fedveil.studies.cells import Attack, Entry, Row, key_of
 from fedveil.studies.runner import Plan
 from fedveil.studies.verdicts import CHECKS, judge
@@ -40,7 +40,7 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
     return found
 
 
-def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, Any]) -> str:
+def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, object]) -> str:
     """One page: the command, what it ran on, the comparison, notes, and every setting."""
     import json
 
@@ -119,7 +119,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def picture(
-    chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], folder: Path, path: Path
+    chosen: Plan, rows: Sequence[Row], done: Mapping[str, JsonObject], folder: Path, path: Path
 ) -> bool:
     """Draw a figure: reconstructions for attacks, curves over rounds, or lines over the columns."""
     entry = chosen.entry
@@ -171,10 +171,10 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
 
 _MEASURED = {"accuracy": "test accuracy", "rmse": "test RMSE", "norm": "mean L2 norm of gradients",
              "deviation": "deviation of the noise", "ssim": "SSIM of the attack"}  # fmt: skip
-Line = tuple[list[Any], list[float]]
+Line = tuple[list[object], list[float]]
 
 
-def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]], path: Path) -> bool:
+def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, JsonObject], path: Path) -> bool:
     """Curves over rounds, or lines over the columns: a panel for each set of columns and, if crowded, each dataset."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -185,7 +185,7 @@ def _lines(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]
         return False
     levels = {name: ys[0] for name, (xs, ys) in series.items() if len(xs) == 1 and len(series) > 1}
     crowded = len(series) > 6
-    panels: dict[tuple[str, tuple[Any, ...]], dict[str, Line]] = {}
+    panels: dict[tuple[str, tuple[object, ...]], dict[str, Line]] = {}
     for name, (xs, ys) in series.items():
         if name not in levels:
             place = (_group(name) if crowded else "", () if entry.curve else tuple(xs))
@@ -226,7 +226,7 @@ def _group(name: str) -> str:
     return name.partition(",")[0]
 
 
-def _series(chosen: Plan, rows: Sequence[Row], done: Mapping[str, dict[str, Any]]) -> dict[str, Line]:
+def _series(chosen: Plan, rows: Sequence[Row], done: Mapping[str, Document]) -> dict[str, Line]:
     entry = chosen.entry
     series: dict[str, Line] = {}
     planned = {p.printed: p for p in chosen.jobs}

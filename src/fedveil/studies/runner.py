@@ -9,9 +9,10 @@ from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fedveil.errors import UserError
+from fedveil.jsons import Document, JsonObject
 from fedveil.studies import jobs, settings
 from fedveil.studies.cells import (
     Attack,
@@ -66,7 +67,7 @@ class Plan:
         ]
         return list(dict.fromkeys(found))
 
-    def seconds(self, done: Mapping[str, Any] = {}) -> float:
+    def seconds(self, done: Mapping[str, object] = {}) -> float:
         """Estimated seconds for what is not done."""
         return sum(settings.seconds(job) for job, seed in self.runs if key_of(job, seed) not in done)
 
@@ -129,7 +130,7 @@ def _total(wanted: list[Job], level: int, curves: set[Job]) -> float:
     return sum(settings.seconds(job) for job in small)
 
 
-def finished(folder: Path) -> dict[str, dict[str, Any]]:
+def finished(folder: Path) -> dict[str, JsonObject]:
     """All results kept in the folder, by key; a job run again counts with its last line."""
     from fedveil.federation.store import read_lines
 
@@ -137,7 +138,7 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in read_lines(path)} if path.exists() else {}
 
 
-def only_finished(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> Plan:
+def only_finished(chosen: Plan, done: Mapping[str, JsonObject]) -> Plan:
     """The plan with those cells that have a result with every seed; what is left out is said on the page."""
     planned = {p.printed: p for p in chosen.jobs}
 
@@ -157,7 +158,7 @@ def only_finished(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> Plan:
 
 def run(
     chosen: Plan, folder: Path, *, resume: bool = False, progress: Progress | None = None, workers: int = 1
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
     """Run what is not done yet; returns all results by key.
 
     A job that the data at hand do not allow is kept as failed with its reason, and tried again next time.
@@ -182,7 +183,7 @@ def run(
             pace = (time.perf_counter() - begin) / ended if ended > 5 else 1 / (workers if at_once else 1)
             progress(number, len(left), pace * (sum(estimates.values()) - ended), describe(left[number][0]))
 
-    def lines() -> Iterator[dict[str, Any]]:
+    def lines() -> Iterator[Document]:
         tell(0)
         if at_once:
             from fedveil.training.pool import processes
@@ -215,9 +216,9 @@ def run(
     return done
 
 
-def _line(job: Job, seed: int, folder: Path) -> dict[str, Any]:
+def _line(job: Job, seed: int, folder: Path) -> JsonObject:
     clock = time.perf_counter()
-    line: dict[str, Any] = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
+    line: JsonObject = {"key": key_of(job, seed), "settings": settings_of(job, seed)}
     try:
         line["result"] = jobs.execute(job, seed, folder)
     except UserError as wrong:
@@ -247,7 +248,7 @@ def describe(job: Job) -> str:
     return " ".join(word for word in words if word)
 
 
-def rows(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> list[Row]:
+def rows(chosen: Plan, done: Mapping[str, JsonObject]) -> list[Row]:
     """Paper, ours, difference and why for every cell."""
     planned = {p.printed: p for p in chosen.jobs}
     return [
@@ -256,7 +257,7 @@ def rows(chosen: Plan, done: Mapping[str, dict[str, Any]]) -> list[Row]:
     ]
 
 
-def _with_control(row: Row, job: Job, chosen: Plan, done: Mapping[str, dict[str, Any]]) -> Row:
+def _with_control(row: Row, job: Job, chosen: Plan, done: Mapping[str, Document]) -> Row:
     """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing."""
     check = chosen.controls.get(job)
     if check is None or row.ours is None:
@@ -270,7 +271,7 @@ def _with_control(row: Row, job: Job, chosen: Plan, done: Mapping[str, dict[str,
     return replace(row, ours=None, difference=None, matches=None, deviation=None, why=why)
 
 
-def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, dict[str, Any]]) -> Row:
+def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document]) -> Row:
     keys = [key_of(planned.job, seed) for seed in range(seeds if seeded(planned.job) else 1)]
     lines = [done[key] for key in keys if key in done and not planned.skipped]
     values: list[float] = []

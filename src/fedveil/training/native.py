@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -162,8 +161,8 @@ def _fields(
     )
 
 
-def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
-    steps: dict[str, Any] = dict.fromkeys(
+def _settings(plan: LocalPlan, size: int) -> dict[str, object]:
+    steps: dict[str, np.ndarray | list[object] | None] = dict.fromkeys(
         (
             "bounds",
             "scales",
@@ -180,9 +179,10 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, Any]:
     if plan.bounds:
         steps["bounds"] = np.array(plan.bounds, np.float64)
     if plan.noised:
-        units = [replace(one, scale=one.per_unit) for one in plan.noised]
-        steps["scales"] = np.array([one.scale for one in units], np.float64)
-        steps["deviations"] = np.array([one.deviation(size) for one in units], np.float64)
+        units = {id(one): replace(one, scale=one.per_unit) for one in {id(one): one for one in plan.noised}.values()}
+        deviations = {key: one.deviation(size) for key, one in units.items()}  # most plans repeat one drawing
+        steps["scales"] = np.array([units[id(one)].scale for one in plan.noised], np.float64)
+        steps["deviations"] = np.array([deviations[id(one)] for one in plan.noised], np.float64)
     if isinstance(plan.law, Staircase):
         if plan.grid > 0:
             steps["stairs"] = [

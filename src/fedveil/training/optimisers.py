@@ -10,12 +10,16 @@ example; a promise about the noised gradients carries over to everything that is
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from fedveil.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
 RULES = ("sgd", "adam", "adamw")
-State = tuple[Any, ...]
+Vector = TypeVar("Vector", "Tensor", "np.ndarray")
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,20 @@ def parse(text: str) -> Optimiser:
     return made
 
 
-def begin(optimiser: Optimiser, weights: Any) -> State:
+def begin(optimiser: Optimiser, weights: Vector) -> tuple[Vector, ...]:
     """The state before the first step: first and second moment."""
     return () if optimiser.rule == "sgd" else (weights * 0, weights * 0)
 
 
 def step(
     optimiser: Optimiser,
-    state: State,
-    weights: Any,
-    gradient: Any,
+    state: tuple[Vector, ...],
+    weights: Vector,
+    gradient: Vector,
     rate: float,
     count: int,
     momentum: float = 0.0,
-) -> tuple[Any, State]:
+) -> tuple[Vector, tuple[Vector, ...]]:
     """(weights after step `count` (1, 2, …), state). Nothing is changed in place."""
     if optimiser.rule == "sgd":
         velocity = momentum * state[0] + gradient if state else gradient

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,8 @@ from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResu
 from fedveil.training.torch import descent, functional, graph, stacked
 
 ENGINES = ("auto", "native", "torch", "stacked", "graph", "functional", "reference")
-_NATIVE_CHUNK = 32  # clients per chunk and thread of the native engine: bounds the memory of the results
+_NATIVE_CHUNK = 32  # clients per chunk and thread of the native engine: bounds the memory of the results …
+_NATIVE_NUMBERS = 1 << 22  # … or more, where all their updates are small (16 MiB): every chunk has its own overhead
 
 
 def choose(
@@ -136,8 +136,10 @@ def train(
     norm (relative 1e-6 in float32), and carries the noise that the plan states, drawn from the client's
     own key. Nothing is promised about the other figures of the result: they stay on the client's side.
     """
-    settings: Any = {"engine": engine, "workers": workers, "chunk": chunk, "device": device, "dtype": dtype}
-    parts = list(stream(module, start, x, y, work, plan, norms=norms, **settings))
+    parts = list(
+        stream(module, start, x, y, work, plan, engine=engine, workers=workers, chunk=chunk, device=device, dtype=dtype,
+               norms=norms)
+    )  # fmt: skip
     return descent.join(parts, layout_of(module), plan)
 
 
@@ -168,13 +170,15 @@ def stream(
         return
     clients = chain([first], waiting)
     if name == "native":
-        native: Any = _native_module()
-        while part := list(islice(clients, chunk or _NATIVE_CHUNK * count)):
+        native = _native_module()
+        assert native is not None  # `choose` found it
+        size = chunk or max(_NATIVE_CHUNK * count, _NATIVE_NUMBERS // max(start.size, 1))
+        while part := list(islice(clients, size)):
             yield native.train(module, start, x, y, part, plan, threads=count)
         return
     size = chunk or _chunk(name, module, x, first, len(work) if isinstance(work, Sized) else None)
     chunks = iter(lambda: list(islice(clients, size)), [])
-    options = (
+    options: dict[str, object] = (
         {"dtype": dtype}
         if name == "reference"
         else {"dtype": dtype, "chunk": size, "device": device, "norms": norms}
@@ -183,7 +187,7 @@ def stream(
         x, y = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)  # once, not per chunk
     if count == 1:
         for part in chunks:
-            with one_thread():
+            with descent.one_thread():
                 result = _engine(name).train(module, start, x, y, part, plan, **options)
             yield result
         return
@@ -227,17 +231,6 @@ def _check(plan: LocalPlan, start: np.ndarray, size: int) -> None:
         raise UserError(f"plan.expected_batch = {plan.expected_batch}: it must be positive.")
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch's threads cost more than they bring here, and one thread makes results the same everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # Workers. Processes are spawned, never forked: torch's threads do not survive a fork.
 
 
@@ -266,7 +259,7 @@ class Workers:
             raise UserError(f"workers = {count}: at least one process is needed.")
         self.count = count
         self._pool = processes(count)
-        self._arrays: dict[str, tuple[Any, _Shared]] = {}
+        self._arrays: dict[str, tuple[Examples, _Shared]] = {}
         self._files = ExitStack()
 
     def __enter__(self) -> Workers:
@@ -285,7 +278,7 @@ class Workers:
         """Numbers of the running processes (they start with the first call)."""
         return list(self._pool._processes or {})
 
-    def _share(self, name: str, array: Any) -> _Shared:
+    def _share(self, name: str, array: Examples) -> _Shared:
         known = self._arrays.get(name)
         if known is not None and known[0] is array:
             return known[1]
@@ -303,7 +296,7 @@ class Workers:
         y: Examples,
         chunks: Iterable[Sequence[ClientWork]],
         plan: LocalPlan,
-        options: dict[str, Any],
+        options: dict[str, object],
     ) -> Iterator[LocalResult]:
         """Results of the chunks in order; at most two chunks per process are under way."""
         data = self._share("x", x), self._share("y", y)
@@ -384,6 +377,6 @@ def _work(
     y: _Shared,
     chunk: Sequence[ClientWork],
     plan: LocalPlan,
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> LocalResult:
     return _engine(name).train(module, start, _open(x), _open(y), chunk, plan, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def _client(
     work: ClientWork,
     plan: LocalPlan,
     dtype: torch.dtype,
-) -> dict[str, Any]:
+) -> _Told:
     first = torch.as_tensor(np.asarray(start), dtype=dtype)
     weights, state = first.clone(), optimisers.begin(plan.optimiser, first)
     parts = (slice(0, layout.size),) if plan.flat else layout.layer_slices()  # what one norm is taken of
@@ -75,6 +75,9 @@ def _client(
             plan.optimiser, state, weights, gradient, plan.learning_rate, step + 1, plan.momentum
         )
     return _told(figures, weights, first, _nothing(layout, plan))
+
+
+_Told: TypeAlias = "dict[str, np.ndarray | float]"  # one row of a LocalResult, by its names
 
 
 @dataclass
@@ -146,8 +149,8 @@ def _direction(
 
 
 def _told(
-    figures: _Figures, weights: torch.Tensor, first: torch.Tensor, nothing: dict[str, Any]
-) -> dict[str, Any]:
+    figures: _Figures, weights: torch.Tensor, first: torch.Tensor, nothing: _Told
+) -> _Told:
     """The client's result; zeros where it met NaN or infinity."""
     losses, norms, drawn, used = figures.losses, figures.norms, figures.drawn, len(figures.losses)
     healthy = (
@@ -158,11 +161,11 @@ def _told(
     return {
         **nothing,
         "delta": (weights - first).numpy(),
-        "loss": np.mean(losses) if used else 0.0,
+        "loss": float(np.mean(losses)) if used else 0.0,
         "norm_mean": np.mean(norms, axis=0) if used else nothing["norm_mean"],
         "norm_max": np.max(norms, axis=0) if used else nothing["norm_max"],
         "unclipped": figures.below / drawn if drawn else 0.0,
-        "noise_scale": np.mean(figures.scales) if figures.scales else 0.0,
+        "noise_scale": float(np.mean(figures.scales)) if figures.scales else 0.0,
         "examples": drawn,
         "below_count": figures.below,
         "skipped": figures.skipped,
@@ -170,7 +173,7 @@ def _told(
 
 
 def example_gradient(
-    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Any, y: Any, loss: str
+    module: nn.Module, layout: Layout, weights: torch.Tensor, x: Examples, y: Examples, loss: str
 ) -> tuple[float, torch.Tensor]:
     """Loss and flat gradient of one example at `weights`, by plain autograd."""
     parameters = {name: p.detach().clone().requires_grad_() for name, p in unflatten(weights, layout).items()}
@@ -200,11 +203,11 @@ def _norm(vector: torch.Tensor, kind: str) -> float:
     return norm_of(vector.numpy(), kind)
 
 
-def _vector(values: Any, dtype: torch.dtype) -> torch.Tensor:
+def _vector(values: np.ndarray | torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(np.asarray(values)).to(dtype)
 
 
-def _nothing(layout: Layout, plan: LocalPlan) -> dict[str, Any]:
+def _nothing(layout: Layout, plan: LocalPlan) -> _Told:
     """The figures of a client that used no example."""
     columns = 1 if plan.flat else layout.layers
     return {

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.calibrate import calibrate
@@ -29,7 +30,7 @@ def calculate(
     norm: str = "l2",
     dimension: int = 1,
     honest: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Epsilon by all accountants, tightest sound one first; refusals and nominal numbers keep their reason.
 
     sigma: noise scale over clip bound. rate: Poisson sampling rate of a record. layers: clipped one by one to the
@@ -64,7 +65,7 @@ def calculate(
 def find_sigma(
     epsilon: float, mechanism: str = "gaussian", rate: float = 1.0, steps: int = 1, delta: float = 1e-5, layers: int = 1,
     norm: str = "l2", dimension: int = 1,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """The noise for an epsilon: a sigma of four digits whose epsilon (by pld) is at most that, and hardly less.
 
     Formal guarantee: the epsilon returned is the accountant's answer for the sigma that is returned; rounding only adds noise.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 from fedveil.report.facts import main_row, number
 
 MOST_RUNS = 500
@@ -110,7 +111,7 @@ def read_json(path: Path, root: Path) -> Any:
         return None
 
 
-def last_line(path: Path, root: Path) -> dict[str, Any]:
+def last_line(path: Path, root: Path) -> JsonObject:
     """The last whole line of a JSON-lines file; only its end is read."""
     if not plain_file(path, root):
         return {}
@@ -143,10 +144,10 @@ def status_of(folder: Path, root: Path, seconds: float | None, now: float | None
     return "live" if times and (now or time.time()) - max(times) < patience else "stopped"
 
 
-def summary(folder: Path, root: Path) -> dict[str, Any]:
+def summary(folder: Path, root: Path) -> JsonObject:
     """One line of the list of runs: cheap, and never an exception."""
     name = folder.relative_to(root).as_posix()
-    row: dict[str, Any] = {"id": name, "name": name if name != "." else root.name, "problem": ""}
+    row: JsonObject = {"id": name, "name": name if name != "." else root.name, "problem": ""}
     facts = read_json(folder / "run.json", root)
     config = facts.get("config") if isinstance(facts, dict) else None
     if not isinstance(config, dict):
@@ -184,7 +185,7 @@ def summary(folder: Path, root: Path) -> dict[str, Any]:
     return row
 
 
-def _unit(config: dict[str, Any]) -> str:
+def _unit(config: JsonObject) -> str:
     from fedveil.protect.catalogue import get
 
     try:

@@ -25,7 +25,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Resp
 from markupsafe import Markup
 
 from fedveil.errors import UserError
-from fedveil.jsons import plain
+from fedveil.jsons import Document, plain
 from fedveil.report import page as report
 from fedveil.report import plots as report_plots
 from fedveil.report.facts import Facts, gather
@@ -293,7 +293,7 @@ async def _short_body(request: Request) -> str | None:
     return body.decode("utf-8", "replace")
 
 
-def _summary(item: Path, root: Path) -> dict[str, Any]:
+def _summary(item: Path, root: Path) -> Document:
     """A run's line in the list; one that cannot be read is listed as broken and empties nobody's list."""
     try:
         return folder.summary(item, root)
@@ -323,7 +323,7 @@ def _facts(place: Path, live: bool, private: bool = False, clients: bool = False
         ) from wrong
 
 
-def detail(facts: Facts) -> dict[str, Any]:
+def detail(facts: Facts) -> dict[str, object]:
     """Everything the page about one run shows; charts are finished SVG whose texts are escaped."""
     charts = [*quality(facts), epsilon_chart(facts) or live_epsilon(facts)]
     charts += [chart for chart, hidden in settings_charts(facts) if not hidden]

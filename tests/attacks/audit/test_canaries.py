@@ -23,8 +23,6 @@ from fedveil.federation.view import clip_gradients
 from fedveil.privacy.ledger import Ledger
 from fedveil.training import native
 
-torch.set_num_threads(1)
-
 
 def configure(protect=None, **changes):
     values = {

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedveil.attacks import campaign
 from fedveil.attacks.audit import canaries, lowbits
@@ -12,7 +11,6 @@ from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
 from fedveil.federation.loop import run as simulate
 
-torch.set_num_threads(1)
 THRESHOLD, COLLUDERS, CLIENTS = 5, 2, 7
 
 

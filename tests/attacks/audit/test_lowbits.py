@@ -7,7 +7,6 @@ have no false alarms at all.
 
 import numpy as np
 import pytest
-import torch
 
 from fedveil.attacks.audit import lowbits
 from fedveil.attacks.audit.lowbits import Arithmetic, fused_sum, impossible, neighbours_of, reachable
@@ -15,7 +14,6 @@ from fedveil.federation.config import load_config
 from fedveil.federation.loop import prepare
 from fedveil.protect import noise
 
-torch.set_num_threads(1)
 KEY = b"0123456789abcdef"
 LINEAR = {"model": "logistic", "model_options": {"bias": False, "zero": True}}
 FULL = {

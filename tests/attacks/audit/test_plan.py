@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedveil.attacks import campaign
 from fedveil.attacks.audit import canaries, plan
@@ -11,8 +10,6 @@ from fedveil.attacks.audit.final import audit_final
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import run as simulate
 from fedveil.privacy.ledger import Ledger
-
-torch.set_num_threads(1)
 
 
 def curve_of(mu):

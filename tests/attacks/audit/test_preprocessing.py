@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedveil.attacks import campaign
 from fedveil.attacks.audit.preprocessing import fitted, look, moved_by_a_stranger
@@ -11,8 +10,6 @@ from fedveil.data.rows import fit_scale
 from fedveil.data.tables import from_arrays
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import run as simulate
-
-torch.set_num_threads(1)
 
 HOWS = {
     "standardised": lambda x: (x - x.mean(0)) / x.std(0),

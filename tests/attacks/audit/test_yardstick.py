@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedveil.attacks.audit import bounds, canaries
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from fedveil.federation.loop import prepare
 from fedveil.federation.round import start
 from fedveil.federation.view import view
 
-torch.set_num_threads(1)
-
 
 def mlp_update(rows, sigma=None, seed=0):
     """(weight gradient, bias gradient) of the first layer as the server computes them from one upload."""

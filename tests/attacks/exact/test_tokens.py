@@ -6,8 +6,6 @@ from torch import nn
 
 from fedveil.attacks.exact.tokens import TinyText, read, recovered
 
-torch.set_num_threads(1)
-
 
 def batch_gradients(seed, sentences=4, deviation=0.0):
     rng = np.random.default_rng(seed)

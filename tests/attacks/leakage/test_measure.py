@@ -14,8 +14,6 @@ from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
 from fedveil.federation.round import start
 
-torch.set_num_threads(1)
-
 
 def prepared(recipe="non-private", protect=None, **changes):
     values = {

@@ -13,8 +13,6 @@ from fedveil.data.datasets import load
 from fedveil.errors import UserError
 from fedveil.models.layout import flatten, layout_of, unflatten
 
-torch.set_num_threads(1)
-
 
 def small_net(classes=10):
     """A sigmoid net for 8x8 digits with the papers' weight scale."""

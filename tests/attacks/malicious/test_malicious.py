@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
 from fedveil.attacks.exact import linear
 from fedveil.attacks.malicious import attack, models
 from fedveil.federation.checks import Limits, change, first_model, structure
 from fedveil.federation.round import start
 from fedveil.federation.view import view
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

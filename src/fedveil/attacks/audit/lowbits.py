@@ -50,7 +50,7 @@ from fedveil.protect.law import Gaussian, Laplace
 from fedveil.protect.place import InSum
 from fedveil.protect.sampling import FullBatches
 from fedveil.training import pool
-from fedveil.training.contract import ClientWork
+from fedveil.training.contract import ClientWork, LocalPlan
 
 if TYPE_CHECKING:
     from fedveil.federation.round import State
@@ -440,7 +440,7 @@ def _released(prepared: Prepared, unit: str, client: int) -> tuple[Releases, dic
         plan = plan_of(prepared.task, now, client, len(rows))
         quiet = replace(plan, noised=(), learning_rate=1.0, expected_batch=1.0)
 
-        def train(inside: bool, plan: Any, keys: list[bytes]) -> np.ndarray:
+        def train(inside: bool, plan: LocalPlan, keys: list[bytes]) -> np.ndarray:
             task = sides[inside]
             picked = work_of(task, state, now, client).rows
             work = [ClientWork(client, picked, key) for key in keys]
@@ -508,7 +508,7 @@ def slots(
 ) -> LowBits:  # fmt: skip
     """Canaries whose coordinates hold nothing but noise when they are out: does the release exclude that?
 
-    Any sampling and any cohort, since the total without the canary is 0 in every batch. The first round is played with fresh
+    object sampling and any cohort, since the total without the canary is 0 in every batch. The first round is played with fresh
     coins until `canaries` have been seen on the smaller side, or `most` times. practice: what is really executed, if not
     `prepared` (for testing)."""
     why = why_not(prepared)

@@ -24,7 +24,7 @@ from fedveil.federation import store
 from fedveil.federation.loop import Prepared
 from fedveil.federation.round import State, recipe_of, work_of
 from fedveil.federation.view import Seen, view
-from fedveil.jsons import plain
+from fedveil.jsons import JsonObject, plain
 from fedveil.keys import generator
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Watcher:
 class Outcome:
     """One attacked recipe: figures for the report, and images for the gallery."""
 
-    figures: dict[str, Any]
+    figures: JsonObject
     truth: np.ndarray
     guess: np.ndarray
     pictures: Mapping[int, np.ndarray]
@@ -274,7 +274,7 @@ def _figures(
     watcher: Watcher,
     pixel_range: tuple[float, float],
     budget: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Figures of the victims that were attacked: where the numbers failed nothing was learnt about the defence."""
     shape, failed = found.images.shape, result.failed.numpy()
     return {
@@ -309,9 +309,12 @@ def _success(
     flat, first = (-1, *truth.shape[2:]), 0 if truth.shape[1] == 1 else slice(None)
     run = float(result.iterations[kept].float().mean())
     followed = truth.shape[1] <= 8 and truth.ndim == 5
+    control, chance = metrics.label_control(classes[:, first], labels[kept][:, first])
     figures: dict[str, float | None] = {
         **metrics.summary(metrics.score(truth.reshape(flat), guess[kept].reshape(flat), pixel_range)),
         "label_accuracy": metrics.label_accuracy(classes[:, first], labels[kept][:, first]),
+        "label_control": control,
+        "label_chance": chance,
         # a victim that was not rebuilt counts with the budget
         "iterations": float(np.mean([watcher.first.get(int(v), budget) for v in kept])) if followed else run,
         "iterations_run": run,
@@ -319,7 +322,7 @@ def _success(
     return dict.fromkeys(figures, None) if none else figures
 
 
-def table(path: Path, jobs: Iterable[tuple[str, Any]], run: Any) -> list[dict[str, Any]]:
+def table(path: Path, jobs: Iterable[tuple[str, object]], run: Any) -> list[JsonObject]:
     """Run jobs one by one and keep each result as one line of `path`; finished ones are not run again."""
     done = {row["job"]: row for row in store.read_lines(path)} if path.exists() else {}
     for name, job in jobs:
@@ -338,7 +341,7 @@ def keep(outcome: Outcome, path: Path, show: int = 8) -> None:
     np.savez_compressed(path, truth=outcome.truth[:show, :1], guess=outcome.guess[:show, :1], **steps)  # type: ignore[arg-type]
 
 
-def kept(path: Path, figures: dict[str, Any]) -> Outcome:
+def kept(path: Path, figures: JsonObject) -> Outcome:
     """An outcome as far as `keep` saved it."""
     with np.load(path) as saved:
         steps = {int(k.removeprefix("step ")): saved[k] for k in saved.files if k.startswith("step ")}

@@ -31,7 +31,7 @@ from fedveil.attacks.leakage.kernels import Matcher
 from fedveil.attacks.leakage.lbfgs import Settings, minimise
 from fedveil.attacks.leakage.objective import CHUNK, Leak, Predict, fast_matcher, infer_labels, predictor
 from fedveil.errors import UserError, did_you_mean
-from fedveil.training.pool import one_thread
+from fedveil.training.torch.descent import one_thread
 
 Method = Literal["dlg", "idlg", "cpl", "gradinv", "veil"]
 METHODS: tuple[Method, ...] = ("dlg", "idlg", "cpl", "gradinv", "veil")

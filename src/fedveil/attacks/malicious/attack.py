@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from fedveil.federation.config import make_config
 from fedveil.federation.loop import Prepared, prepare
 from fedveil.federation.round import State, start
 from fedveil.federation.view import view_sum
+from fedveil.jsons import JsonObject
 
 Kind = Literal["imprint", "trap", "isolate"]
 KINDS: tuple[Kind, ...] = ("imprint", "trap", "isolate")
@@ -47,7 +48,7 @@ class Stolen:
 
 def stage(
     recipe: str, dataset: str, *, bins: int = 1024, batch: int = 64, clients: int = 1, seed: int = 0,
-    changes: dict[str, Any] | None = None,
+    changes: dict[str, object] | None = None,
 ) -> Prepared:  # fmt: skip
     """A federation of `clients` in which each takes one step on `batch` examples of its own."""
     values = {
@@ -122,9 +123,9 @@ def nearest(candidates: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 
 def table(
-    recipes: Sequence[tuple[str, dict[str, Any]]], dataset: str, *, kinds: Sequence[Kind] = KINDS, bins: int = 1024,
+    recipes: Sequence[tuple[str, dict[str, object]]], dataset: str, *, kinds: Sequence[Kind] = KINDS, bins: int = 1024,
     batch: int = 64, sums: Sequence[int] = (1, 8), seed: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[JsonObject]:  # fmt: skip
     """Every malicious model against every recipe, alone and under a sum."""
     out = []
     for recipe, changes in recipes:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from fedveil.errors import UserError, did_you_mean
+from fedveil.jsons import Document, Json, JsonObject
 from fedveil.privacy.accountants import Answer, check_event
 from fedveil.privacy.events import (
     OBSERVERS,
@@ -24,6 +25,7 @@ from fedveil.privacy.events import (
     Verdict,
 )
 from fedveil.privacy.ledger.balance import GROUP as GROUP
+from fedveil.privacy.ledger.journal import Body
 
 SECRET = "holds when deployed with secret noise"
 MOST_CLIENTS = 20_000_000
@@ -298,15 +300,15 @@ def unpack_clients(text: str, most: int = MOST_CLIENTS) -> tuple[int, ...]:
     return tuple(clients)
 
 
-def lean(value: Any) -> Any:
+def lean(value: object) -> Json:
     """A dataclass as a dictionary without the fields that have their default."""
     if not is_dataclass(value):
-        return value.item() if hasattr(value, "item") else value  # NumPy numbers
+        return cast(Json, value.item() if hasattr(value, "item") else value)  # NumPy numbers
     items = ((f, getattr(value, f.name)) for f in fields(value))
     return {f.name: lean(item) for f, item in items if item != f.default}
 
 
-def claim_from_lean(data: Any) -> Claim:
+def claim_from_lean(data: object) -> Claim:
     """The inverse of `lean` for claims; every value is checked, because a file can hold anything."""
     plain = dict(_fields(Claim, data))
     if plain.get("event") is not None:
@@ -321,7 +323,7 @@ def claim_from_lean(data: Any) -> Claim:
 Made = TypeVar("Made")
 
 
-def _typed(kind: type[Made], data: Any) -> Made:
+def _typed(kind: type[Made], data: object) -> Made:
     """A dataclass from a dictionary that has its fields only, each with a value of its type."""
     hints, values = _TYPES[kind], dict(_fields(kind, data))
     for name, value in values.items():
@@ -332,7 +334,7 @@ def _typed(kind: type[Made], data: Any) -> Made:
     return kind(**values)
 
 
-def _fields(kind: type, data: Any) -> dict[str, Any]:
+def _fields(kind: type, data: object) -> Document:
     if not isinstance(data, dict) or not set(data) <= set(_TYPES[kind]):
         raise ValueError(f"{str(data)[:40]!r} is no {kind.__name__.lower()}")
     return data
@@ -342,7 +344,7 @@ _KINDS: tuple[type, ...] = (Claim, Event, Noise, Sampling, Budget, Header)
 _TYPES = {kind: get_type_hints(kind) for kind in _KINDS}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if get_origin(hint) in (Union, UnionType):
@@ -356,7 +358,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def check_body(body: dict[str, Any], budgets: int) -> None:
+def check_body(body: Body, budgets: int) -> None:
     """Raise `ValueError` unless the body of a record has the shape of its kind (`claim_from_lean` reads on)."""
 
     def need(good: bool, what: str) -> None:
@@ -400,7 +402,7 @@ def rejudged(claim: Claim, version: int) -> Claim:
     return replace(claim, verdict="nominal", reason=f"{claim.reason}; {FLOAT}" if claim.reason else FLOAT)
 
 
-def header_to_json(header: Header) -> dict[str, Any]:
+def header_to_json(header: Header) -> JsonObject:
     """Plain dictionary; `header_from_json` is the inverse."""
     data = asdict(replace(header, committed=None, holders=()))
     if not header.promised:
@@ -415,7 +417,7 @@ def header_to_json(header: Header) -> dict[str, Any]:
     return data
 
 
-def header_from_json(data: Any) -> Header:
+def header_from_json(data: object) -> Header:
     """The inverse of `header_to_json`; raises `ValueError` or `UserError` for anything else."""
     plain = {"version": 1, **_fields(Header, data)}
     most = min(plain["clients"], MOST_CLIENTS) if _fits(plain["clients"], int) else 0

@@ -29,9 +29,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypedDict
 
 from fedveil.errors import UserError
+from fedveil.jsons import Json, JsonObject
 
 GENESIS = hashlib.sha256(b"fedveil ledger, version 1").hexdigest()
 _OPEN, _MIDDLE, _CLOSE = b'{"hash":"', b'","record":', b"}"
@@ -53,13 +54,32 @@ class Locked(UserError):
     """Another process (or another handle) writes this file."""
 
 
+class Body(TypedDict, total=False):
+    """What records say: each has a number and a kind, and the members of its kind (`entries.check_body`)."""
+
+    number: int
+    kind: str
+    header: JsonObject
+    round: int
+    groups: list[tuple[int, str]]  # number of a set of claims, packed clients
+    parts: list[list[Json]]  # sets of claims that appear for the first time
+    note: str
+    fingerprint: str
+    charged: bool
+    made: str
+    replay_of: str
+    budgets: list[int]
+    dropped_bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Record:
     """One accepted record: its place, its chained hash, and what was said."""
 
     number: int
     hash: str
-    body: dict[str, Any]
+    body: Body
 
 
 class Anchor(NamedTuple):
@@ -80,7 +100,7 @@ class Contents:
     newline_missing: bool
 
 
-def encode(body: dict[str, Any], number: int, previous: str) -> tuple[bytes, str]:
+def encode(body: Body, number: int, previous: str) -> tuple[bytes, str]:
     """The line (with newline) and hash of a record that follows the one with hash `previous`."""
     payload = json.dumps({"number": number, **body}, separators=(",", ":"), allow_nan=False).encode()
     if len(payload) > MOST_RECORD:
@@ -170,7 +190,7 @@ class Log:
         self._size, self._count, self._head = 0, 0, GENESIS
 
     @classmethod
-    def create(cls, path: Path | str, body: dict[str, Any]) -> Log:
+    def create(cls, path: Path | str, body: Body) -> Log:
         """Start a new file with `body` as record 0. A file that never got a whole record is started anew."""
         log = cls(Path(path), _locked(Path(path), os.O_RDWR | os.O_CREAT))
         try:
@@ -214,7 +234,7 @@ class Log:
                 log._write(b"\n")
             if contents.torn:
                 os.ftruncate(log._handle, contents.size)
-                note = {"kind": "repair", "dropped_bytes": len(contents.torn),
+                note: Body = {"kind": "repair", "dropped_bytes": len(contents.torn),
                         "sha256": hashlib.sha256(contents.torn).hexdigest()}  # fmt: skip
                 records = (*records, log.append(note))
             log._keep_head()
@@ -226,7 +246,7 @@ class Log:
             raise
         return log, records
 
-    def append(self, body: dict[str, Any]) -> Record:
+    def append(self, body: Body) -> Record:
         """Write one record and return once it is on disk.
 
         After any failure of the disk the state of the file is unknown; the log closes itself and has to be
@@ -298,7 +318,7 @@ def _decode(line: bytes, previous: str, number: int) -> Record | None:
     if line != _OPEN + digest + _MIDDLE + payload + _CLOSE or digest != _digest(previous, payload).encode():
         return None
     try:
-        body = json.loads(payload, parse_constant=_no_constant)
+        body: Body = json.loads(payload, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict) or body.get("number") != number or not isinstance(body.get("kind"), str):

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from fedveil.privacy.ledger.entries import (
     rejudged,
     unpack_clients,
 )
-from fedveil.privacy.ledger.journal import Anchor, Damaged, Locked, Log, Record, read
+from fedveil.privacy.ledger.journal import Anchor, Body, Damaged, Locked, Log, Record, read
 from fedveil.privacy.ledger.worst import (
     FILTER,
     Judge,
@@ -200,7 +200,7 @@ class Ledger:
             if not numbers <= self._spent:
                 self._accept({"kind": "spent", "round": int(release.round), "budgets": sorted(numbers)})
             raise BudgetExceeded(over)
-        body.update(fingerprint=fingerprint, charged=charged)
+        body["fingerprint"], body["charged"] = fingerprint, charged
         if made:
             body["made"] = made
         if replay_of is not None:
@@ -298,7 +298,7 @@ class Ledger:
 
     # -- inside
 
-    def _accept(self, body: dict[str, Any], release: Release | None = None) -> Record:
+    def _accept(self, body: Body, release: Release | None = None) -> Record:
         assert self._log is not None
         self._head = self._log.append(body)
         self._take(self._head, release)
@@ -315,18 +315,18 @@ class Ledger:
                 self._book.add(release or self._decode(body))
                 self._rounds.add(body["round"])
 
-    def _encode(self, release: Release) -> dict[str, Any]:
+    def _encode(self, release: Release) -> Body:
         """A claim set is written out once, at its first use, and referred to by number afterwards."""
         numbers, new = self._book.parts, dict[tuple[Claim, ...], int]()
-        groups = []
+        groups: list[tuple[int, str]] = []
         for clients, claims in release.groups:
             number = numbers[claims] if claims in numbers else new.setdefault(claims, len(numbers) + len(new))
-            groups.append([number, pack_clients(clients)])
-        body = {"kind": "release", "round": int(release.round), "groups": groups}
+            groups.append((number, pack_clients(clients)))
+        body: Body = {"kind": "release", "round": int(release.round), "groups": groups}
         body["parts"] = [[lean(claim) for claim in claims] for claims in new]
         return {**body, "note": release.note} if release.note else body
 
-    def _decode(self, body: dict[str, Any]) -> Release:
+    def _decode(self, body: Body) -> Release:
         for claims in body["parts"]:
             self._book.define(tuple(rejudged(claim_from_lean(claim), self.header.version) for claim in claims))
         most = self.header.clients
@@ -544,7 +544,7 @@ def _reasons(claims: Iterable[Claim]) -> list[str]:
     return list(dict.fromkeys(claim.reason for claim in claims if claim.reason))
 
 
-def _content(body: dict[str, Any]) -> str:
+def _content(body: Body) -> str:
     return hashlib.sha256(json.dumps([body["round"], body["groups"]]).encode()).hexdigest()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from fedveil.errors import UserError
+from fedveil.jsons import JsonObject
 from fedveil.keys import derive
 from fedveil.protect.aggregate.base import Mean, Merged
 from fedveil.protect.aggregate.fedmed import FedMed
@@ -32,7 +33,7 @@ class Aggregator(Protocol):
 
     def init(self, size: int) -> Memory: ...
     def control(self, memory: Memory, client: int, size: int) -> np.ndarray | None: ...
-    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, dict[str, Any]]: ...
+    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, JsonObject]: ...
     def move(
         self, memory: Memory, start: np.ndarray, direction: np.ndarray, rate: float
     ) -> tuple[np.ndarray, Memory]: ...
@@ -46,7 +47,7 @@ class Connectivity(Mean):
     looks_inside: bool = True
     needs_public: bool = True
 
-    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, dict[str, Any]]:
+    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, JsonObject]:
         if len(merged.updates) < 2:
             return merged.mean, memory, {}
         if merged.public is None or merged.module is None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from fedveil.jsons import JsonObject
 from fedveil.protect.memory import NOTHING, Memory
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Mean:
         """A vector that the client adds to each of its gradients, None if the rule has none."""
         return None
 
-    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, dict[str, Any]]:
+    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, JsonObject]:
         """Where to go: (direction, new memory, public facts)."""
         return merged.mean, memory, {}
 

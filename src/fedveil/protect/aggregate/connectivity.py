@@ -11,10 +11,10 @@ data used here is public. With private data this would be training on it, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.func import functional_call, vmap
 
 from fedveil import keys
 from fedveil.errors import UserError
+from fedveil.jsons import Document
 from fedveil.models.layout import Layout, unflatten
 
 Curve = Literal["polygon", "bezier"]
@@ -215,7 +216,7 @@ def _expected(along: Tensor) -> Tensor:
     return (along[:, 1:] + along[:, :-1]).mean(dim=1) / 2
 
 
-def recorded(paths: Sequence[Mapping[str, Any]]) -> tuple[Route, ...]:
+def recorded(paths: Sequence[Document]) -> tuple[Route, ...]:
     """The routes of a round as `metrics.jsonl` keeps them under "paths", e.g. for `plot_paths`."""
     return tuple(
         Route(

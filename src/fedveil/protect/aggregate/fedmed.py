@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedveil.jsons import JsonObject
 from fedveil.protect.aggregate.base import Mean, Merged
 from fedveil.protect.memory import Memory
 
@@ -35,7 +36,7 @@ class FedMed(Mean):
     def init(self, size: int) -> Memory:
         return PublicLosses(np.zeros(0))
 
-    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, dict[str, Any]]:
+    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, JsonObject]:
         assert isinstance(memory, PublicLosses) and memory.losses is not None
         losses = memory.losses
         if merged.public_loss is not None:

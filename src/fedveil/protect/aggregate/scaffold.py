@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from fedveil.jsons import JsonObject
 from fedveil.protect.aggregate.base import Mean, Merged
 from fedveil.protect.memory import Memory
 
@@ -40,7 +41,7 @@ class Scaffold(Mean):
         assert isinstance(memory, Controls) and memory.control is not None
         return (memory.control - memory.own.get(client, np.float32(0))).astype(np.float32)
 
-    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, dict[str, Any]]:
+    def direction(self, memory: Memory, merged: Merged) -> tuple[np.ndarray, Memory, JsonObject]:
         assert isinstance(memory, Controls) and memory.control is not None
         server = memory.control.astype(np.float64)
         fresh: dict[int, np.ndarray] = {}

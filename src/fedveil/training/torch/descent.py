@@ -11,9 +11,10 @@ gradient and count nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -30,6 +31,18 @@ from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
 
 Tensor = torch.Tensor
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's threads cost more than they bring here, and one thread makes results the same everywhere: with two, the bits of a
+    product depend on how many clients share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Clipping(Clipped):
 class Pass(NamedTuple):
     """What one pass of a group of clients gave."""
 
-    total: Tensor  # [K, P] sum of clipped gradients, float64
+    total: Tensor  # [K, P] sum of gradients, float64 where they are clipped
     loss: Tensor  # [K, B], 0 for padded rows
     norms: Tensor | None  # [K, B, layers or 1], float64
     bound: Tensor | None  # broadcasts against norms
@@ -168,10 +181,10 @@ def _stack(
 ) -> LocalResult:
     device, clients = x.device, len(work)
 
-    def stack(vectors: list[Any]) -> Tensor | None:
-        if vectors[0] is None:
+    def stack(vectors: Sequence[np.ndarray | None]) -> Tensor | None:
+        if vectors[0] is None:  # then none is given
             return None
-        return network.encode(torch.as_tensor(np.stack(vectors)).to(device, dtype))
+        return network.encode(torch.as_tensor(np.stack(cast("list[np.ndarray]", vectors))).to(device, dtype))
 
     first = network.encode(torch.as_tensor(np.array(start)).to(device, dtype)[None])
     control, anchor = stack([w.control for w in work]), stack([w.anchor for w in work])
@@ -243,7 +256,7 @@ def _summed(
     total = None if len(groups) == 1 else torch.zeros_like(weights, dtype=torch.float64)
     for width, members in groups:
         everyone = len(members) == clients
-        chosen: Any = slice(None) if everyone else torch.as_tensor(members, device=weights.device)
+        chosen: slice | Tensor = slice(None) if everyone else torch.as_tensor(members, device=weights.device)
         own = weights if everyone else weights[chosen]
         if shift is not None and scale is not None:
             clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
@@ -259,7 +272,7 @@ def _summed(
             part = result.total if part is None else part.add_(result.total)
             figures.add(chosen, result, mask)
             if plan.noised and plan.by_largest:
-                largest = result.total.new_zeros(clients) if largest is None else largest
+                largest = result.total.new_zeros(clients, dtype=torch.float64) if largest is None else largest
                 largest[chosen] = torch.maximum(largest[chosen], _largest(result))
             if result.bound is not None and plan.by_median:
                 if bound_used is None:
@@ -269,7 +282,7 @@ def _summed(
         if total is None:
             total = part
         else:
-            total[chosen] = part
+            total[chosen] = part.to(total)
     assert total is not None
     return total, largest, bound_used
 
@@ -380,7 +393,7 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
     skipped = figures.skipped.cpu().numpy().astype(np.int64) * keep
     used = np.maximum(examples - skipped, 1)
 
-    def clean(values: Tensor, divisor: Any = None) -> np.ndarray:
+    def clean(values: Tensor, divisor: np.ndarray | int | None = None) -> np.ndarray:
         array = values.cpu().numpy()
         mask = keep.reshape(-1, *[1] * (array.ndim - 1))
         divided = array if divisor is None else array / np.reshape(divisor, (-1, *[1] * (array.ndim - 1)))

@@ -1,4 +1,4 @@
-"""Any nn.Module: per-example gradients by torch.func. The same results as `stacked`, slower.
+"""Every nn.Module: per-example gradients by torch.func. The same results as `stacked`, slower.
 
 Norms, factors and sums are those of `stacked`, in float64. One client at a time: under a second vmap over clients,
 torch may choose other kernels for other numbers of clients, and results would depend on the chunk.
@@ -143,6 +143,7 @@ class Net:
         return Pass(total, losses, norms, bound, mask)
 
 
+@descent.one_thread()
 def train(
     module: nn.Module,
     start: np.ndarray,

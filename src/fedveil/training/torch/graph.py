@@ -1,4 +1,4 @@
-"""Any module, one client at a time: its own forward pass, tapped at the layers that train.
+"""Every module, one client at a time: its own forward pass, tapped at the layers that train.
 
 The module runs as its author wrote it (branches, residuals, concatenations, views, attention), with weights as constants.
 Each layer that owns trained weights leaves its input on a tape, and one backward pass leaves the gradient of its output
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -78,22 +78,33 @@ Uses = Callable[[Tensor], Iterator[tuple[str, Capture]]]
 
 
 @dataclass
+class _Record:
+    """One tapped output."""
+
+    uses: Uses
+    gradient: Tensor | None = None
+
+    def keep(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+
+@dataclass
 class Tape:
     """What one pass left: per tapped output how to use its gradient, and that gradient once it is known."""
 
     rows: int
     names: dict[int, str]  # id of a trained parameter -> its name
-    records: list[list[Any]] = field(default_factory=list)
+    records: list[_Record] = field(default_factory=list)
     starts: list[Tensor] = field(default_factory=list)
 
     def tap(self, out: Tensor, uses: Uses) -> Tensor:
-        record: list[Any] = [uses, None]
+        record = _Record(uses)
         self.records.append(record)
         if not out.requires_grad:  # nothing below trains: the backward pass ends here
             start = out.detach().requires_grad_()
             self.starts.append(start)
             out = start.clone()  # what follows may work in place
-        out.register_hook(partial(_keep, record))
+        out.register_hook(record.keep)
         return out
 
     def name(self, parameter: Tensor | None) -> str | None:
@@ -103,15 +114,11 @@ class Tape:
         """All uses of every trained parameter."""
         found: dict[str, list[Capture]] = {name: [] for name in self.names.values()}
         while self.records:
-            uses, d = self.records.pop()
-            if d is not None:
-                for name, capture in uses(d):
+            record = self.records.pop()
+            if record.gradient is not None:
+                for name, capture in record.uses(record.gradient):
                     found[name].append(capture)
         return found
-
-
-def _keep(record: list[Any], gradient: Tensor) -> None:
-    record[1] = gradient
 
 
 # ------------------------------------------------------------------------------------------------ tapped layers
@@ -138,14 +145,14 @@ def _linear(tape: Tape, layer: nn.Linear, x: Tensor) -> Tensor:
     return tape.tap(out, uses)
 
 
-def _conv(tape: Tape, layer: Any, x: Tensor) -> Tensor:
+def _conv(tape: Tape, layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     if x.shape[0] != tape.rows:
         raise Unfit(f"a convolution gets {x.shape[0]} rows for a batch of {tape.rows}")
     padding = layer._reversed_padding_repeated_twice
     if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, padding, mode=mode) if any(padding) else x
-        padding, own = [0] * len(padding), 0
+        padding, own = [0] * len(padding), (0,) * len(layer.kernel_size)
     else:
         own = layer.padding
     function = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
@@ -164,7 +171,9 @@ def _conv(tape: Tape, layer: Any, x: Tensor) -> Tensor:
     return tape.tap(out, uses)
 
 
-def _kernel_use(layer: Any, image: Tensor, padding: Sequence[int], d: Tensor, size: Sequence[int]) -> Capture:
+def _kernel_use(
+    layer: nn.Conv1d | nn.Conv2d, image: Tensor, padding: Sequence[int], d: Tensor, size: Sequence[int]
+) -> Capture:
     """Patches of the image beside the output's gradient; the columns of a patch in the order of the kernel."""
     kernel, stride, dilation = ((1, *v) if len(v) == 1 else tuple(v) for v in (layer.kernel_size, layer.stride, layer.dilation))
     rows, channels = image.shape[:2]
@@ -186,10 +195,10 @@ def _kernel_use(layer: Any, image: Tensor, padding: Sequence[int], d: Tensor, si
     return Given(((b @ a).reshape(1, rows, -1),))
 
 
-def _norm(tape: Tape, layer: Any, x: Tensor) -> Tensor:
+def _norm(tape: Tape, layer: nn.GroupNorm | nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
     if x.shape[0] % tape.rows:
         raise Unfit(f"a norm gets {x.shape[0]} rows for a batch of {tape.rows}")
-    out = type(layer).forward(layer, x)
+    out = type(layer).forward(layer, x)  # type: ignore[arg-type]  # of its own class
     inputs = x.detach()
 
     def uses(d: Tensor) -> Iterator[tuple[str, Capture]]:
@@ -199,7 +208,7 @@ def _norm(tape: Tape, layer: Any, x: Tensor) -> Tensor:
             parts, axes = ((normal * d), d), (1, 3)
         else:
             function = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
-            normal = function(inputs, layer.normalized_shape, None, eps=layer.eps)  # type: ignore[operator]
+            normal = function(inputs, layer.normalized_shape, None, eps=layer.eps)  # type: ignore[arg-type]
             shape = (tape.rows, -1, layer.weight.numel())
             parts, axes = ((normal * d), d), (1,)  # type: ignore[assignment]
         for parameter, part in zip((layer.weight, getattr(layer, "bias", None)), parts, strict=True):
@@ -224,7 +233,9 @@ def _embedding(tape: Tape, layer: nn.Embedding, x: Tensor) -> Tensor:
     return tape.tap(out, uses)
 
 
-def _recurrent(tape: Tape, layer: Any, x: Tensor, state: Any = None) -> Any:
+def _recurrent(
+    tape: Tape, layer: nn.LSTM | nn.GRU, x: Tensor, state: object = None
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """Cells unrolled in time; a gate's gradient is an outer product with the input, and with the state before it."""
     if x.dim() != 3 or x.shape[0] != tape.rows or state is not None:
         raise Unfit(f"a {type(layer).__name__} is used with a given state or without batch_first")
@@ -242,7 +253,9 @@ def _recurrent(tape: Tape, layer: Any, x: Tensor, state: Any = None) -> Any:
     return gates_of(layer, x, gate)
 
 
-def _attention(tape: Tape, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Any:
+def _attention(
+    tape: Tape, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **more: Any
+) -> tuple[Tensor, None]:
     """Self- or cross-attention with batch_first, written out so that its four products can be tapped."""
     unknown = [k for k, v in more.items() if k in ("attn_mask", "key_padding_mask") and v is not None]
     if not layer.batch_first or not layer._qkv_same_embed_dim or layer.bias_k is not None or more.get("is_causal"):
@@ -280,7 +293,7 @@ def _part_uses(tape: Tape, layer: nn.MultiheadAttention, x: Tensor, rows: slice,
         yield name, Given((full.sum(2),))
 
 
-_TAPPED: dict[type[nn.Module], Callable[..., Any]] = {
+_TAPPED: dict[type[nn.Module], Callable[..., object]] = {
     nn.Linear: _linear, nn.Conv1d: _conv, nn.Conv2d: _conv, nn.Embedding: _embedding, nn.LSTM: _recurrent,
     nn.GRU: _recurrent, nn.MultiheadAttention: _attention, **dict.fromkeys(_NORMS, _norm),
 }  # fmt: skip
@@ -332,6 +345,14 @@ def _spread(parameter: Tensor, rows: int, ones: int) -> Tensor:
     return values.expand(rows, *values.shape).reshape(rows, *[1] * ones, *values.shape).clone()
 
 
+class Place(TypedDict):
+    """Key, step and first row of a pass, for dropout."""
+
+    key: bytes
+    step: int
+    first: int
+
+
 @dataclass(frozen=True)
 class Net:
     """A copy of the module, tapped. `spread`: axes between the batch and each bare parameter's own, by name."""
@@ -341,7 +362,7 @@ class Net:
     rows: int
     spread: tuple[tuple[str, int], ...] = ()
     outputs: torch.Size = field(default_factory=lambda: torch.Size([1]))
-    place: dict[str, Any] = field(default_factory=dict)  # key, step and first row of the pass, for dropout
+    place: Place = field(default_factory=lambda: Place(key=bytes(16), step=0, first=0))
 
     def encode(self, flat: Tensor) -> Tensor:
         """This engine keeps weights in parameter order."""
@@ -352,7 +373,7 @@ class Net:
 
     def at(self, keys: Sequence[bytes], step: int, first: int) -> None:
         """Which client's examples the next pass gets (dropout's masks depend on it)."""
-        self.place.update(key=keys[0], step=step, first=first)
+        self.place.update({"key": keys[0], "step": step, "first": first})
 
     def forward(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Tape]:
         """Outputs for a batch, and the tape."""
@@ -560,16 +581,16 @@ def compile_net(module: nn.Module, sample: Tensor) -> Net:
     if sample.dim() == 4:
         copied.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layout = layout_of(copied)
-    net = Net(copied, layout, 1, place={"key": bytes(16), "step": 0, "first": 0})
+    net = Net(copied, layout, 1)
     net = replace(net, spread=_trial(net, sample, _signature(module, sample)))
     with torch.no_grad():
         weights = torch.cat([p.detach().reshape(-1) for p in copied.parameters() if p.requires_grad])
         out, tape = net.forward(weights, sample[:1])
-        cost = sum(_size(record[0]) for record in tape.records) + 1
+        cost = sum(_size(record.uses) for record in tape.records) + 1
     return replace(net, rows=max(1, _NUMBERS // max(cost * 4, 1)), outputs=out.shape[1:])
 
 
-def _size(uses: Any) -> int:
+def _size(uses: Uses) -> int:
     cells = getattr(uses, "__closure__", None) or ()
     return sum(cell.cell_contents.numel() for cell in cells if isinstance(cell.cell_contents, Tensor))
 
@@ -655,11 +676,12 @@ def _mix(out: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, out[0].numel()).reshape(1, *out.shape[1:])
 
 
-def _check_output(out: Any) -> None:
+def _check_output(out: object) -> None:
     if not isinstance(out, Tensor):
         raise Unfit(f"it gives a {type(out).__name__}, not a tensor")
 
 
+@descent.one_thread()
 def train(
     module: nn.Module,
     start: np.ndarray,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fedveil.protect.bounded import ORDERS
 
 Tensor = torch.Tensor
+Saved: TypeAlias = Any  # what a layer's forward pass keeps: only its own backward pass looks inside
 
 
 _ROOM = 1 << 17  # float64 numbers of a temporary
@@ -187,7 +188,7 @@ class Linear:
     outputs: int
     bias: bool
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         clients = len(weights)
         stack = widened(x.reshape(clients, len(x) // clients, -1, self.inputs), self.bias)
         matrices = lined_weights(weights[:, self.part], self.outputs, self.inputs, self.bias)
@@ -195,7 +196,7 @@ class Linear:
         return out[..., : self.outputs].reshape(*x.shape[:-1], self.outputs), (stack, matrices, x.shape, apart)
 
     def backward(
-        self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
+        self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Outer]:
         stack, matrices, shape, apart = saved
         d = widened(gradient.reshape(*stack.shape[:3], self.outputs))
@@ -251,7 +252,7 @@ class Conv:
         out[..., : self.patch].unflatten(3, (*self.kernel, self.inputs)).copy_(patches)
         return out.view(len(x), height * width, whole)
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         clients = len(weights)
         height, width = self._size(x.shape, 0), self._size(x.shape, 1)
         patches = self._patches(x, height, width).unflatten(0, (clients, -1))
@@ -261,7 +262,7 @@ class Conv:
         return out.permute(0, 3, 1, 2), (patches, matrices, x.shape, height, width, apart)
 
     def backward(
-        self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
+        self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Outer]:
         patches, matrices, shape, height, width, apart = saved
         n = shape[0]
@@ -296,7 +297,7 @@ class GroupNorm:
         pair = pair.expand(-1, rows // len(weights), -1, -1).reshape(rows, 2, self.channels, 1)
         return pair[:, 0], pair[:, 1]
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         # As [N, C, positions]: of an image torch guesses the memory order, and the guess depends on the number of rows.
         scale, offset = self._affine(weights, len(x))
         leaf = x.detach().reshape(len(x), self.channels, -1).contiguous().requires_grad_()
@@ -305,7 +306,7 @@ class GroupNorm:
         return (normal.detach() * scale + offset).view(x.shape), (leaf, normal, x.shape)
 
     def backward(
-        self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool
+        self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool
     ) -> tuple[Tensor | None, Given]:
         leaf, normal, shape = saved
         clients = len(weights)
@@ -321,11 +322,11 @@ class GroupNorm:
 class Relu:
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         out = x.relu()
         return out, out
 
-    def backward(self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
+    def backward(self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
         return torch.ops.aten.threshold_backward(gradient, saved, 0), None
 
 
@@ -338,32 +339,32 @@ class MaxPool:
     ceil: bool
     layer: None = None
 
-    def _settings(self) -> tuple[Any, ...]:
+    def _settings(self) -> tuple[object, ...]:
         return self.kernel, self.stride, self.padding, self.dilation, self.ceil
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         out, where = torch.ops.aten.max_pool2d_with_indices(x, *self._settings())
         return out, (x, where)
 
-    def backward(self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
+    def backward(self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
         x, where = saved
         return torch.ops.aten.max_pool2d_with_indices_backward(gradient, x, *self._settings(), where), None
 
 
 @dataclass(frozen=True)
 class Free:
-    """Any layer without parameters that treats the rows of a batch separately; its gradient by autograd."""
+    """A layer without parameters that treats the rows of a batch separately; its gradient by autograd."""
 
     function: Callable[[Tensor], Tensor]
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
             out = self.function(leaf)
         return out.detach(), (leaf, out)
 
-    def backward(self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
+    def backward(self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
         leaf, out = saved
         return torch.autograd.grad(out, leaf, gradient)[0], None
 
@@ -376,14 +377,14 @@ class Elementwise:
     module: nn.Module
     layer: None = None
 
-    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Any]:
+    def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         flat = _in_memory_order(x).reshape(-1)
         leaf = F.pad(flat, (0, -flat.numel() % 64)).detach().requires_grad_()
         with torch.enable_grad():
             out = self.module(leaf.clone() if getattr(self.module, "inplace", False) else leaf)
         return self._like(out.detach(), x), (leaf, out)
 
-    def backward(self, weights: Tensor, saved: Any, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
+    def backward(self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool) -> tuple[Tensor, None]:
         leaf, out = saved
         flat = _in_memory_order(gradient).reshape(-1)
         back = torch.autograd.grad(out, leaf, F.pad(flat, (0, leaf.numel() - flat.numel())))[0]

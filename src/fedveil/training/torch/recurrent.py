@@ -7,7 +7,6 @@ such product (out = a weight^T + bias) and returns what to go on with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 Gate = Callable[[Tensor, Tensor, nn.Parameter, "nn.Parameter | None"], Tensor]
 
 
-def gates_of(layer: Any, x: Tensor, gate: Gate) -> tuple[Tensor, Any]:
+def gates_of(layer: nn.LSTM | nn.GRU, x: Tensor, gate: Gate) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """What the layer itself gives for x [n, time, inputs], started at zero: outputs, and the last state(s)."""
     states: list[Tensor] = []
     cells: list[Tensor] = []
@@ -34,7 +33,7 @@ def gates_of(layer: Any, x: Tensor, gate: Gate) -> tuple[Tensor, Any]:
     return x, torch.stack(states)
 
 
-def _one(layer: Any, x: Tensor, end: str, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
+def _one(layer: nn.LSTM | nn.GRU, x: Tensor, end: str, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
     from_input, from_state = getattr(layer, f"weight_ih_{end}"), getattr(layer, f"weight_hh_{end}")
     input_bias = getattr(layer, f"bias_ih_{end}") if layer.bias else None
     state_bias = getattr(layer, f"bias_hh_{end}") if layer.bias else None

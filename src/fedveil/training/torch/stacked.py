@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +115,7 @@ def _leaf_reason(leaf: nn.Module) -> str | None:
     return None if kind in known else "is not one that can be stacked"
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: int | str | tuple[int, ...]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
@@ -243,7 +242,7 @@ class Net:
         losses = losses.view(clients, -1)
         if without is not None:
             losses = losses.masked_fill(without, 0)
-        total = torch.empty_like(weights, dtype=torch.float64)
+        total = torch.empty_like(weights, dtype=torch.float64 if clipping.bounded else None)
         first = next(i for i, layer in enumerate(self.layers) if layer.layer is not None)
         norms, bounds = [losses] * self.layout.layers, [losses] * self.layout.layers
         waiting: list[tuple[slice, Outer | Given]] = []
@@ -325,6 +324,7 @@ def chunk_for(net: Net, width: int) -> int:
     return int(min(_MOST_CLIENTS, max(1, _CACHE // per_client)))
 
 
+@descent.one_thread()
 def train(
     module: nn.Module,
     start: np.ndarray,
@@ -342,7 +342,7 @@ def train(
     """Local training of every client in `work`, `chunk` clients at a time.
 
     `norms` False leaves out the gradient norms (zeros in the result) where neither clipping nor noise
-    needs them. `threads` is ignored: torch's own setting applies; `training.pool` runs processes instead.
+    needs them. `threads` is ignored: one thread of torch; `training.pool` runs processes instead.
     """
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     net = compile_net(module, data.shape[1:])
