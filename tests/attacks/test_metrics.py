@@ -89,3 +89,10 @@ def test_the_control_of_labels_is_what_the_same_guesses_get_of_others():
     control, chance = metrics.label_control(truth, np.zeros(40, int))
     assert control == 0.1 and chance == 1.0
     assert metrics.label_control(truth[:1], truth[:1]) == (None, None)
+
+
+def test_the_error_without_clamping_is_the_median_of_the_finite_images_in_units_of_the_pixel_range():
+    truth = np.zeros((4, 1, 2, 2))
+    guess = np.stack([np.full((1, 2, 2), value) for value in (1.0, -3.0, 5.0, np.nan)])
+    assert metrics.rmse_unclamped(truth, guess, (-1.0, 1.0)) == pytest.approx(1.5)
+    assert metrics.rmse_unclamped(truth[3:], guess[3:]) is None

@@ -56,6 +56,17 @@ def mse(truth: np.ndarray, guess: np.ndarray) -> np.ndarray:
     return (difference.reshape(len(difference), -1) ** 2).mean(1)
 
 
+def rmse_unclamped(
+    truth: np.ndarray, guess: np.ndarray, pixel_range: tuple[float, float] = (0.0, 1.0)
+) -> float | None:
+    """Median over images of the root-mean-square error as the search left them, for comparison with papers that do not clamp; in
+    units of the pixel range. Images that are not finite are left out."""
+    finite = np.isfinite(guess.reshape(len(guess), -1)).all(1)
+    if not finite.any():
+        return None
+    return float(np.median(np.sqrt(mse(truth[finite], guess[finite])))) / (pixel_range[1] - pixel_range[0])
+
+
 def ssim(truth: np.ndarray, guess: np.ndarray, data_range: float = 1.0, window: int = 7) -> np.ndarray:
     """Structural similarity per image: uniform window, sample covariance, mean over the positions where the
     window lies inside the image and over channels. The window shrinks to the largest odd size that fits."""

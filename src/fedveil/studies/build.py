@@ -101,6 +101,8 @@ def attack(recipe: str, dataset: str, tap: str = "type2", **more: Any) -> Attack
     times the unknowns and get 1,000 steps, natural scenes 2,500."""
     given: Mapping[str, Any] = more.pop("change", {})
     recipe, tap = exposed(recipe, tap, given)
-    batch = 1 if tap == "type2" else {"lfw": 3}.get(dataset, 1)
+    if steps := more.pop("local_steps", None):
+        given = {**given, "local_steps": steps}
+    batch = more.pop("batch", 1 if tap == "type2" else {"lfw": 3}.get(dataset, 1))
     more.setdefault("iterations", {"lfw": 1000, "cifar10": 2500}.get(dataset, 300))
     return Attack(recipe, dataset, tap, batch=batch, settings=changes(given), **more)

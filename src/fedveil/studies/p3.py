@@ -203,6 +203,8 @@ def _table3() -> list[Cell]:
             strong = attack(recipe, "mnist", at_tap, change=change, method="veil")
             cells.append(Cell(row, "MNIST succeeds, our attack", "N" if numbers[1] == 300 else "Y", strong, "success_rate",
                               ("threshold", "our-attack")))  # fmt: skip
+            if tap != "type2":
+                cells += p1.whole_update(row, numbers[0], recipe, at_tap)
     return cells
 
 

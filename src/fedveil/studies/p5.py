@@ -65,6 +65,12 @@ def udp(recipe: str, dataset: str, epsilon: float | None, **more: object) -> Tra
     return Train(recipe, dataset, changes(merged))
 
 
+def planned(name: str, epsilon: int | None, features: str = "public") -> Train:
+    """CIFAR-10 with a mechanism and the planner's features; None is plain averaging."""
+    recipe = MECHANISMS[name] if epsilon else "non-private"
+    return Train(recipe, "cifar10", changes(settings.planned(epsilon, features)))
+
+
 def why(mechanism: str, dataset: str = "") -> tuple[str, ...]:
     """Why a result under a mechanism differs."""
     found: tuple[str, ...] = ("harmonizer",)
@@ -74,13 +80,22 @@ def why(mechanism: str, dataset: str = "") -> tuple[str, ...]:
 
 
 def _table4() -> list[Cell]:
-    cells = [Cell("none", "ε=∞", 0.871, udp("non-private", "cifar10", None), "accuracy", ("resnet-gn",))]
-    for name, printed in TABLE_4.items():
-        cells += [
-            Cell(name, f"ε={e}", paper, udp(MECHANISMS[name], "cifar10", e), "accuracy", why(name, "cifar10"))
-            for e, paper in zip(EPSILONS, printed, strict=True)
-        ]
-    return cells
+    """The planner's features for every cell; ResNet-18 without noise and with Gaussian noise at the largest epsilon."""
+    cells = []
+    for features, said in (("own", "fixed features"), ("public", "public backbone")):
+        for name, printed in TABLE_4.items():
+            reasons = (*why(name), f"planned-{features}")
+            cells += [
+                Cell(f"{name}, {said}", f"ε={e}", paper, planned(name, e, features), "accuracy", reasons)
+                for e, paper in zip(EPSILONS, printed, strict=True)
+            ]
+        cells.append(Cell(f"none, {said}", "ε=∞", 0.871, planned("", None, features), "accuracy", (f"planned-{features}",)))
+    noised = udp(MECHANISMS["Gaussian"], "cifar10", 8)
+    return [
+        *cells,
+        Cell("Gaussian, ResNet-18", "ε=8", 0.742, noised, "accuracy", why("Gaussian", "cifar10")),
+        Cell("none, ResNet-18", "ε=∞", 0.871, udp("non-private", "cifar10", None), "accuracy", ("resnet-gn",)),
+    ]  # fmt: skip
 
 
 def _table5() -> list[Cell]:
@@ -99,16 +114,16 @@ def _table6() -> list[Cell]:
     measures = ("tpr_at_1pct", "balanced_accuracy", "auc")
     ours = {"shokri": "shokri", "lira": "lira-online", "canary": "canary"}
     for attack, rows in TABLE_6.items():
-        plain = Inference("membership", udp("non-private", "cifar10", None))
+        plain = Inference("membership", planned("", None))
         for heading, measure, paper in zip(headings, measures, NON_PRIVATE_6[attack], strict=True):
             cells.append(Cell(f"{attack}, non-private", heading, paper, plain, f"{ours[attack]}.{measure}",
-                              ("resnet-gn",)))  # fmt: skip
+                              ("planned-public",)))  # fmt: skip
         for e, row in zip(EPSILONS, rows, strict=True):
-            for (name, recipe), numbers in zip(MECHANISMS.items(), row, strict=True):
-                job = Inference("membership", udp(recipe, "cifar10", e))
+            for name, numbers in zip(MECHANISMS, row, strict=True):
+                job = Inference("membership", planned(name, e))
                 for heading, measure, paper in zip(headings, measures, numbers, strict=True):
                     cells.append(Cell(f"{attack}, {name}, ε={e}", heading, paper, job, f"{ours[attack]}.{measure}",
-                                      why(name, "cifar10")))  # fmt: skip
+                                      (*why(name), "planned-public")))  # fmt: skip
     return cells
 
 
@@ -132,13 +147,14 @@ def _table7() -> list[Cell]:
 def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float, float], heads: tuple[str, str],
                 measures: tuple[str, str], extra: tuple[str, ...]) -> list[Cell]:  # fmt: skip
     pool = 4000 if kind == "decoder" else 1000
-    first = Inference(kind, udp("non-private", dataset, None), pool=pool)
+    more = {"model": "papers-cnn"} if dataset == "cifar10" else {}  # ResNet-18 takes core-days for a table
+    first = Inference(kind, udp("non-private", dataset, None, **more), pool=pool)
     cells = [
         Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
     ]
     for e, printed in table.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
-            job = Inference(kind, udp(recipe, dataset, e), pool=pool)
+            job = Inference(kind, udp(recipe, dataset, e, **more), pool=pool)
             cells += [
                 Cell(f"{name}, ε={e}", h, p, job, m, (*extra, *why(name)))
                 for h, m, p in zip(heads, measures, numbers, strict=True)
@@ -174,8 +190,12 @@ def _figures() -> list[Entry]:
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]
-    both = [c for e in (2.0, 8.0) for c in _lines("cifar10", e, (50, 100, 150))]
-    second = list({(c.row, c.column): c for c in both}.values())  # without noise it is one run
+    second = []
+    for name, e in [(name, e) for e in (2, 8) for name in MECHANISMS] + [("none", None)]:
+        job, row = planned(name, e), f"{name}, ε={e or '∞'}"
+        for part, heading in ((1, "a third"), (2, "two thirds"), (3, "all rounds")):
+            r = -(-part * dict(job.settings)["rounds"] // 3)
+            second.append(Cell(row, heading, None, job, f"accuracy@{r}", ("no-numbers", "planned-public")))
     third = []
     for d in ("mnist", "medical_mnist"):
         for n in (50, 100, 150, 200):

@@ -50,6 +50,9 @@ REASONS: dict[str, str] = {
     "noise-literal-leak": "the paper finds this recipe to leak; with noise of sigma = 6 times the bound on the batch sum, "
     "which the recipe's privacy needs, it does not",
     "batch-3": "one update of three images; each rebuilt image is paired with its best match, and success is counted per image",
+    "not-clamped": "median over images as the search left them, without clamping them to the pixel range",
+    "whole-update": "an update after 100 local steps on batches of 5, as in the paper's training: the mean gradient of 500 "
+    "images, matched by 5; each of the 5 stands for 100 of them, paired as well as can be",
     "our-attack": "the same exposure attacked with `veil` (pixels in their box, layers balanced or weighted by the noise)",
     "black-passes": "the paper's own threshold: any image in [0, 1] passes it, also a black one",
     "threshold": "the paper counts MSE < 0.70 as success, which a black image passes; ours is MSE < 0.01 and "
@@ -66,6 +69,9 @@ REASONS: dict[str, str] = {
     "staircase-vector": "per-coordinate Staircase needs far more noise in thousands of dimensions than the scalar "
     "formula of the paper; the joint Staircase is used",
     "resnet-gn": "ResNet-18 with GroupNorm (BatchNorm has no per-example gradient)",
+    "planned-own": "a linear head on fixed features of our own (scattering), as the planner chooses; the paper trains ResNet-18",
+    "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), as the planner chooses: "
+    "with public pre-training, which the paper's ResNet-18 does not have",
     "wind-delta": "delta 1e-6: the paper's 1e-5 is above one in the number of records",
     "range-pixels": "pixel range differs: ours is MSE on [0, 1]; the paper's values above 1 need standardised pixels",
     "flower-time": "the paper's seconds are on Flower with GPUs; ours is the simulator, one core",

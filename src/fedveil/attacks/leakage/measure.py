@@ -312,6 +312,7 @@ def _success(
     control, chance = metrics.label_control(classes[:, first], labels[kept][:, first])
     figures: dict[str, float | None] = {
         **metrics.summary(metrics.score(truth.reshape(flat), guess[kept].reshape(flat), pixel_range)),
+        "rmse_unclamped": metrics.rmse_unclamped(truth.reshape(flat), guess[kept].reshape(flat), pixel_range),
         "label_accuracy": metrics.label_accuracy(classes[:, first], labels[kept][:, first]),
         "label_control": control,
         "label_chance": chance,
