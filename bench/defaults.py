@@ -1,6 +1,6 @@
 """The default path on every shipped dataset: `fedveil fit NAME --epsilon E --observer O`, beside scikit-learn without privacy.
 
-    FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.defaults --results defaults.jsonl [--only adult]
+    FEDVEIL_DATA=... FEDVEIL_CACHE=... python -m bench.defaults --results defaults.jsonl [--only adult | adult:4:sum]
     python -m bench.defaults --results defaults.jsonl --show      prints the table of docs/defaults.md
 
 Each line of the results is one run or one baseline, found again by its name: an interrupted bench goes on where it stopped.
@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,25 @@ def main() -> None:
     """Run what is missing, or show what is there."""
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--results", type=Path, required=True)
-    reader.add_argument("--only", default="", help="one dataset")
+    reader.add_argument("--only", default="", help="one dataset, or one cell of it such as adult:4:sum, adult:without")
     reader.add_argument("--show", action="store_true")
     given = reader.parse_args()
     if given.show:
         print(table(read(given.results)))
         return
-    for name in NAMES:
-        if given.only in ("", name) and available(name):
-            for budget in BUDGETS:
-                for observer in ("sum", "server"):
-                    once(given.results, f"{name}:{budget:g}:{observer}", lambda n=name, b=budget, o=observer: one(n, b, o))
-            once(given.results, f"{name}:without", lambda n=name: {"score": baseline(n)})
+    for name, work in cells():
+        if f"{name}:".startswith(given.only and f"{given.only}:"):
+            once(given.results, name, work)
     assert set(CATALOGUE) - set(NAMES) == {"cancer_raw"}, "a dataset is not in the table"
+
+
+def cells() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Every cell of the table whose data is here, with the work that fills it."""
+    for name in filter(available, NAMES):
+        for budget in BUDGETS:
+            for observer in ("sum", "server"):
+                yield f"{name}:{budget:g}:{observer}", partial(one, name, budget, observer)
+        yield f"{name}:without", partial(baseline, name)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -81,7 +88,7 @@ def one(name: str, epsilon: float, observer: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def baseline(name: str) -> float:
+def baseline(name: str) -> dict[str, Any]:
     """The best of scikit-learn's linear model and boosted trees on the plain columns, and of its linear model on the features
     that the default path takes, all without privacy."""
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -103,7 +110,7 @@ def baseline(name: str) -> float:
             trees = HistGradientBoostingRegressor if data.classes is None else HistGradientBoostingClassifier
             tries.append((trees(), data))
     found = [float(m.fit(flat(d.x), d.y).score(flat(d.x_test), d.y_test)) for m, d in tries]
-    return max([*found, *([words(data)] if is_text(data.x) else [])])
+    return {"score": max([*found, *([words(data)] if is_text(data.x) else [])])}
 
 
 def words(data: Any) -> float:

@@ -36,14 +36,14 @@ class PrivateTrainer(Trainer):
     """
 
     def __init__(self, *args: object, privacy: dict[str, object], **options: object) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options)  # type: ignore[arg-type]
         if self.args.gradient_accumulation_steps != 1 or self.args.n_gpu > 1:
             raise UserError("PrivateTrainer: set gradient_accumulation_steps = 1 and one device; raise the batch size instead.")
         self.args.max_grad_norm = 0.0
         self.privacy = privacy
         self.private: Private | None = None
 
-    def get_train_dataloader(self) -> PrivateLoader:
+    def get_train_dataloader(self) -> PrivateLoader:  # type: ignore[override]
         if self.private is None:
             loader: DataLoader = DataLoader(
                 self.train_dataset,  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ class PrivateTrainer(Trainer):
             assert self.model is not None and self.optimizer is not None
             length = {"steps": self.args.max_steps} if self.args.max_steps > 0 else {"epochs": int(self.args.num_train_epochs)}
             settings = {"loss": _loss, **length, **self.privacy}
-            self.private = make_private(self.model, self.optimizer, loader, **settings)
+            self.private = make_private(self.model, self.optimizer, loader, **settings)  # type: ignore[arg-type]
         return self.private.loader
 
     def training_step(self, model: torch.nn.Module, inputs: object, num_items_in_batch: object = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from fedveil.federation import loop
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.round import start
 from fedveil.federation.store import open_run
-from fedveil.flower import client_app, identity, summing, wire
+from fedveil.flower import client_app, identity, live, wire
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
 from fedveil.flower.roster import Member, Roster, write_roster
@@ -279,13 +279,13 @@ def test_the_stage_the_missing_nodes_and_the_time_left_are_kept_beside_the_run(t
     hide = losing({2: [3, 9]})
 
     def tamper(node: int, message: Any, reply: Any) -> list[Any]:
-        lines.append(summing.stage_line(tmp_path / "run"))
+        lines.append(live.stage_line(tmp_path / "run"))
         return hide(node, message, reply)
 
     federate(tmp_path, config_of(rounds=1), tamper)
     assert any("round 1, attempt 1: stage 1 of 5, keys; waiting for nodes 0, 1, 2, 3, 4, 5" in line for line in lines)
     assert any("stage 4 of 5, survivors; waiting for nodes 0, 1, 3, 4, 5" in line for line in lines)
-    assert summing.stage_line(tmp_path / "run") == ""  # done
+    assert live.stage_line(tmp_path / "run") == ""  # done
 
 
 def test_another_models_message_and_a_changed_request_are_refused_in_the_middle_of_an_attempt(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from fedveil.ui.server import create_app
 
 CHROMIUM = os.environ.get("FEDVEIL_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = "<img src=x onerror=alert(1)>"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 WAIT = 20_000  # milliseconds: machines that run tests may be busy
 
 pytestmark = [
@@ -37,10 +39,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
     with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, headless=True, args=flags)
+        found = play.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         yield found
         found.close()
 

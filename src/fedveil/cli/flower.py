@@ -456,7 +456,7 @@ def _stage(out: Path, before: str) -> str:
     """Say stage, missing nodes and time left of a secure sum, when stage or nodes changed; returns what was said."""
     import sys
 
-    from fedveil.flower.summing import stage_line
+    from fedveil.flower.live import stage_line
 
     now = stage_line(out)
     if now and now.rpartition(",")[0] != before.rpartition(",")[0]:

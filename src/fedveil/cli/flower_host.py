@@ -123,7 +123,7 @@ def status(
     found: dict[str, Any] = {"parts": parts}
     if run is not None:
         from fedveil.federation.store import read_lines
-        from fedveil.flower.summing import stage_line
+        from fedveil.flower.live import stage_line
 
         lines = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
         found["run"] = {

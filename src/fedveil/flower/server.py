@@ -30,7 +30,7 @@ from fedveil.federation import loop, store
 from fedveil.federation.config import RunConfig
 from fedveil.federation.loop import OnRound, Prepared
 from fedveil.federation.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
-from fedveil.flower import limits, summing, wire
+from fedveil.flower import limits, live, summing, wire
 from fedveil.flower.contract import Data, read_contract
 from fedveil.flower.identity import read_identity
 from fedveil.flower.owndata import dataset_of, read_rows
@@ -599,6 +599,9 @@ def exchange(
     uploads: dict[int, Upload] = {}
     reasons: list[str] = []
     shuffled = size = answered = 0
+    offline = [client for client in clients.tolist() if client not in wanted]
+    secret = task.recipe.place.scope == "everyone"  # as in `_kept_apart`
+    mark = live.training(Path(options.out), state.round + 1, wanted, offline, options.deadline, secret)
     for client, reply, first in _replies(grid, wanted, options.deadline, options.poll, tally):
         if not first:
             tally["duplicate"] += 1
@@ -609,12 +612,15 @@ def exchange(
         except Unusable as why:
             tally[why.kind] += 1
             reasons.append(f"client {client}: {why}")
+            mark(client, why.kind)
             continue
+        mark(client, live.ANSWERED)
         size += used
         if upload is None:
             shuffled += 1
         else:
             uploads[client] = upload
+    mark(None, "")
     tally["missing"] += len(wanted) - answered
     return Outcome(uploads, shuffled, tally, tuple(reasons), size)
 

@@ -6,10 +6,7 @@ attempt with a number that no earlier one had, so that nodes key it afresh, and 
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,20 +18,19 @@ from fedveil.errors import UserError
 from fedveil.federation import loop, store, sums
 from fedveil.federation.loop import Prepared
 from fedveil.federation.round import State, learning_rate_of, merge_opened, noised_of
-from fedveil.flower import wire
+from fedveil.flower import live, wire
 from fedveil.flower.replies import Unusable, round_reply
 from fedveil.flower.roster import Roster
 from fedveil.flower.secure_sum import Ask, Collected, collect, model_of
 from fedveil.jsons import JsonObject
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect.setting import Moment
-from fedveil.secure_sum.coordinator import STAGES, Failure
+from fedveil.secure_sum.coordinator import Failure
 from fedveil.secure_sum.party import Session
 
 if TYPE_CHECKING:
     from flwr.app import Message
 
-STAGE_FILE = "stage.json"
 _BESIDE = 1 << 16  # bytes of a reply beside the words of a vector; shares grow with the nodes
 
 Sealed = Callable[[wire.Facts, wire.Arrays], wire.Facts]
@@ -100,7 +96,7 @@ def play_sum(
             break
         ledger.spend(loop.release_of(prepared, now, clients), fingerprint=secrets.token_hex(16))
         ticket = ledger.head[0]
-        view = _watch(folder, state.round + 1, number, say)
+        view = live.summing(folder, state.round + 1, number, say)
         session, found = _attempt(prepared, state, now, link, told, folder, ticket, deadline, view, reasons)
         size += found.bytes_up
         reasons += found.reasons
@@ -183,43 +179,3 @@ def over_flower(
             yield client + 1, found["message"].tobytes()
 
     return ask
-
-
-# --- the live view ---
-
-
-def _watch(
-    folder: Path, round: int, attempt: int, say: Callable[[str], None]
-) -> Callable[[str, tuple[int, ...], float], None]:
-    """Keep stage, missing nodes and time left in a file beside the run, and say when a stage begins."""
-    last = ""
-
-    def view(stage: str, missing: tuple[int, ...], left: float) -> None:
-        nonlocal last
-        waiting = [node - 1 for node in missing]
-        facts = {
-            "round": round, "attempt": attempt, "stage": stage, "missing": waiting, "until": time.time() + left,
-        }  # fmt: skip
-        temporary = folder / f".{STAGE_FILE}"
-        temporary.write_text(json.dumps(facts), "utf-8")
-        os.replace(temporary, folder / STAGE_FILE)
-        if stage != last:
-            say(f"round {round}, attempt {attempt}: {stage}, {len(waiting)} nodes asked")
-        last = stage
-
-    return view
-
-
-def stage_line(folder: Path, now: float | None = None) -> str:
-    """The stage of a secure sum under way in a run's folder, for people; "" if there is none."""
-    try:
-        facts = json.loads((folder / STAGE_FILE).read_text("utf-8"))
-        stage, left = str(facts["stage"]), max(0.0, facts["until"] - (time.time() if now is None else now))
-        missing = [int(node) for node in facts["missing"]]
-        head = f"round {int(facts['round'])}, attempt {int(facts['attempt'])}: stage {STAGES.index(stage) + 1} of 5, {stage}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    if stage == STAGES[-1]:
-        return ""
-    names = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-    return f"{head}; waiting for {'nodes ' + names if missing else 'nobody'}, {left:.0f} s left"

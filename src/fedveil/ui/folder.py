@@ -17,6 +17,7 @@ from typing import Any
 from fedveil.errors import UserError
 from fedveil.jsons import JsonObject
 from fedveil.report.facts import main_row, number
+from fedveil.secure_sum.coordinator import STAGES
 
 MOST_RUNS = 500
 MOST_ENTRIES = 20_000  # folder entries looked at while searching
@@ -24,6 +25,7 @@ DEPTH = 3
 MOST_BYTES = 48_000_000  # of one file
 TAIL = 65_536  # enough for the last lines of metrics.jsonl
 FRESH = 120.0  # seconds without a write after which an unfinished run counts as stopped
+MOST_WAIT = 86_400.0  # seconds: a deadline further away is a damaged file
 FILES = (
     "run.json",
     "metrics.jsonl",
@@ -32,6 +34,8 @@ FILES = (
     "ledger.jsonl",
     "confusion.json",
     "model.safetensors",
+    "nodes.json",
+    "stage.json",
 )
 
 
@@ -133,15 +137,34 @@ def last_line(path: Path, root: Path) -> JsonObject:
 
 
 def status_of(folder: Path, root: Path, seconds: float | None, now: float | None = None) -> str:
-    """finished, live or stopped. A live run wrote something within two minutes or five typical rounds."""
+    """finished, live or stopped. A live run wrote something within two minutes or five typical rounds, or waits for nodes."""
     if plain_file(folder / "result.json", root):
         return "finished"
     times = []
-    for name in ("run.json", "ledger.jsonl", "metrics.jsonl"):
+    for name in ("run.json", "ledger.jsonl", "metrics.jsonl", "stage.json"):
         if plain_file(folder / name, root):
             times.append((folder / name).stat().st_mtime)
-    patience = max(FRESH, 5 * (seconds or 0.0))
-    return "live" if times and (now or time.time()) - max(times) < patience else "stopped"
+    patience, now = max(FRESH, 5 * (seconds or 0.0)), now or time.time()
+    stage = read_json(folder / "stage.json", root)
+    waits = isinstance(stage, dict) and now < min(number(stage.get("until")) or 0.0, now + MOST_WAIT)
+    return "live" if waits or (times and now - max(times) < patience) else "stopped"
+
+
+def nodes_of(folder: Path, root: Path, live: bool) -> JsonObject:
+    """The nodes of a run over Flower: rows by client, and while it is live the round, its stage and each node's word."""
+    known, stage = read_json(folder / "nodes.json", root), read_json(folder / "stage.json", root)
+    if not isinstance(known, dict):
+        return {}
+    sizes = {client: number(told[1]) for client, told in known.items() if isinstance(told, list) and len(told) == 2}
+    if not live or not isinstance(stage, dict) or not isinstance(stage.get("nodes"), dict):
+        return {"rows": sizes}
+    words = {str(client): str(word)[:40] for client, word in stage["nodes"].items()}
+    return {
+        "rows": sizes, "words": words, "stage": str(stage.get("stage", ""))[:40],
+        "stages": list(STAGES[:-1]) if stage.get("stage") in STAGES[:-1] else [],
+        "round": int(number(stage.get("round")) or 0), "attempt": int(number(stage.get("attempt")) or 1),
+        "until": number(stage.get("until")),
+    }  # fmt: skip
 
 
 def summary(folder: Path, root: Path) -> JsonObject:

@@ -230,7 +230,7 @@ def _single_runs(app: FastAPI, root: Path, cache: Cache) -> None:
         made = cache.get(
             ("run", id), (folder.stamp(place), live), lambda: detail(_facts(place, live, clients=True))
         )
-        return JSONResponse(plain({**row, **made}))
+        return JSONResponse(plain({**row, **made, "nodes": folder.nodes_of(place, root, live)}))
 
 
 def _several_runs(app: FastAPI, root: Path, cache: Cache) -> None:

@@ -148,20 +148,34 @@ function promiseTable(table) {
     h("caption", { class: "visually-hidden" }, "What each observer can learn"),
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Who looks"), ...table.units.map(([unit, text]) => h("th", { scope: "col" }, "about one " + unit + ": " + text)))),
     h("tbody", {}, table.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.observer, h("span", { class: "sub" }, line.who)),
-      ...line.cells.map((cell) => h("td", {}, cell.map((c) => h("div", { class: "claim" }, badge(c.verdict, c.pending, c.weak),
+      ...line.cells.map((cell, i) => h("td", { "data-about": "about one " + table.units[i][0] }, cell.map((c) => h("div", { class: "claim" }, badge(c.verdict, c.pending, c.weak),
         c.epsilon === null ? null : h("span", { class: "epsilon" }, "ε " + (c.verdict === "sound" ? "≤ " : "= ") + number(c.epsilon)),
         h("div", { class: "why" }, c.meaning + (c.reason ? ". Why: " + (c.plain || c.reason) : "") + (c.pending ? "; " + table.secret : "") + "."))), cell.length ? null : h("span", { class: "muted small" }, "no claim")))))));
 }
 
 function budgetTable(run) {
   if (!run.clients.length) return null;
-  const limited = run.clients.some((c) => c.budget !== null);
-  return h("section", {}, h("h2", {}, "Per-client budgets"),
-    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": "Per-client budgets" }, h("table", {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Client"), h("th", { scope: "col", class: "right" }, "Releases"), h("th", { scope: "col", class: "right" }, "ε spent, per " + run.unit), limited ? h("th", { scope: "col" }, "Of its budget") : null)),
-      h("tbody", {}, run.clients.map((c) => h("tr", {}, h("td", {}, String(c.client)), h("td", { class: "right" }, String(c.releases)), h("td", { class: "right" }, c.epsilon === null ? "no finite promise" : number(c.epsilon, 4)),
-        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": "Client " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget)]) : null))))),
-    run.client_count > run.clients.length ? h("p", { class: "small muted" }, "The first " + run.clients.length + " of " + run.client_count + " clients.") : null);
+  const limited = run.clients.some((c) => c.budget !== null), rows = run.nodes.rows, words = run.nodes.words;
+  const title = rows ? "Nodes" : "Per-client budgets", who = rows ? "Node" : "Client";
+  const cell = (c) => words ? h("td", {}, h("span", { class: "word " + (words[c.client] || "").split(" ")[0] }, WORDS[words[c.client]] || words[c.client] || (Object.keys(words).length ? "not asked" : "–"))) : null;
+  return h("section", {}, h("h2", {}, title), stageLine(run),
+    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": title }, h("table", {},
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, who), rows ? h("th", { scope: "col", class: "right" }, "Rows") : null, words ? h("th", { scope: "col" }, "This round") : null, h("th", { scope: "col", class: "right" }, "Releases"), h("th", { scope: "col", class: "right" }, "ε spent", h("span", { class: "sub" }, "per " + run.unit)), limited ? h("th", { scope: "col" }, "Of its budget") : null)),
+      h("tbody", {}, run.clients.map((c) => h("tr", { "data-client": c.client }, h("td", {}, String(c.client)), rows ? h("td", { class: "right" }, number(rows[c.client], 7)) : null, cell(c), h("td", { class: "right" }, String(c.releases)), h("td", { class: "right" }, c.epsilon === null ? "no finite promise" : number(c.epsilon, 4)),
+        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": who + " " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget)]) : null))))),
+    run.client_count > run.clients.length ? h("p", { class: "small muted" }, "The first " + run.clients.length + " of " + run.client_count + " " + who.toLowerCase() + "s.") : null);
+}
+
+// What a run over Flower waits for now; nothing between two rounds.
+const WORDS = { asked: "working", rejected: "reply not usable", error: "node failed" };
+function stageLine(run) {
+  const now = run.nodes, count = Object.values(now.words || {});
+  if (!now.words || now.stage === "done") return null;
+  const closes = now.until ? ", closes at " + new Date(1000 * now.until).toLocaleTimeString([], { hour12: false }) : "";
+  const head = "Round " + now.round + (now.attempt > 1 ? ", attempt " + now.attempt : "") + (now.stages.length ? ", secure sum" : ": nodes train");
+  const got = count.length ? count.filter((word) => word === "answered").length + " of " + count.length + " answered" : "who is asked stays secret";
+  return h("div", { class: "now", id: "now" }, h("p", {}, h("strong", {}, head), " · " + got + closes),
+    now.stages.length ? h("ol", { class: "stages", "aria-label": "Stages of the secure sum" }, now.stages.map((name, i) => h("li", { class: i < now.stages.indexOf(now.stage) ? "past" : "", "aria-current": name === now.stage ? "step" : null }, name))) : null);
 }
 
 async function showRun(now, query) {
@@ -194,8 +208,9 @@ async function showRun(now, query) {
       run.promise_problem ? h("p", { class: "error", role: "alert" }, "No promise can be checked: " + run.promise_problem) : null,
       h("div", { class: "tiles" }, run.tiles.map((tile) => h("div", { class: "tile " + tile.kind }, h("div", { class: "title" }, tile.title), h("div", { class: "value" }, tile.value), h("div", { class: "text" }, tile.text)))),
       h("h2", {}, "Progress"), h("div", { class: "panel" }, run.charts.length ? charts(run.charts) : h("p", { class: "muted" }, "No round has been written yet.")),
+      run.nodes.rows ? budgetTable(run) || "" : "",
       h("h2", {}, "What is promised to whom"), h("p", { class: "lead" }, run.sentence), h("div", { class: "panel scroll" }, promiseTable(run.table)),
-      budgetTable(run) || "",
+      run.nodes.rows ? "" : budgetTable(run) || "",
       h("p", { class: "small muted gap" }, [run.stopped && "Ended: " + run.stopped + ".", run.attacks.length ? "Attacked: " + run.attacks.join(", ") + " (see the report)." : "Not attacked yet.", run.command && "Command: " + run.command].filter(Boolean).join(" ")));
     const budgets = document.querySelector(".budgets");
     if (budgets) budgets.scrollTop = scroll;
