@@ -57,6 +57,7 @@ def udp(recipe: str, dataset: str, epsilon: float | None, **more: object) -> Tra
     """A run calibrated to a sound epsilon for the server; None is plain averaging. NbAFL sets its own noise."""
     merged = {**settings.UDP[dataset], **more}
     if epsilon is None or recipe == "nbafl":
+        merged["learning_rate"] = settings.plain_rate(merged)
         merged = {k: v for k, v in merged.items() if k not in ("calibrate", "clip.bound", "channel")}
         merged |= {} if epsilon is None else {"epsilon": epsilon}
         recipe = recipe if recipe == "nbafl" else "non-private"
