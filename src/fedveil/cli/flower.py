@@ -82,10 +82,12 @@ def init(
       fedveil flower init study study.toml --deadline 1800 --public public.csv --contract flu.toml --roster roster.json
     """
     from fedveil.federation.config import TRUSTED, load_config
+    from fedveil.federation.store import refuse_named_code
     from fedveil.flower.project import write_project
 
     TRUSTED.set(trust_code)
     read = load_config(config, [*change, *(["secure_sum=true"] if secure_sum else [])])
+    refuse_named_code(read, trust_code)
     if read.secure_sum and not roster:
         roster = str(home / "roster.json")
     options: dict[str, Any] = {

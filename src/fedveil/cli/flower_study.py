@@ -130,9 +130,12 @@ def contract(
 
 def _config(name: str, change: list[str], trust_code: bool) -> RunConfig:
     from fedveil.federation.config import TRUSTED, load_config
+    from fedveil.federation.store import refuse_named_code
 
     TRUSTED.set(trust_code)
-    return load_config(name, change)
+    config = load_config(name, change)
+    refuse_named_code(config, trust_code)
+    return config
 
 
 def _epsilon(text: str) -> float | None:

@@ -72,13 +72,14 @@ def run(
     """
     from fedveil.federation.config import TRUSTED, load_config
     from fedveil.federation.loop import run as simulate
-    from fedveil.federation.store import open_run, refuse_foreign_code
+    from fedveil.federation.store import open_run, refuse_foreign_code, refuse_named_code
 
     changes = [*change, *([f'data="{data}"'] if data else [])]
     if resume and out is None:
         raise UserError("--resume needs --out DIR: the run to continue")
     TRUSTED.set(trust_code)
     config = load_config(name, changes)
+    refuse_named_code(config, trust_code)
     if resume and out is not None and (out / "run.json").exists():
         before = open_run(out)
         refuse_foreign_code(before, trust_code)

@@ -334,8 +334,16 @@ def open_run(path: str | Path | Run, recipe: Recipe | None = None) -> Run:
 def names_code(config: RunConfig) -> str:
     """The module:function that a configuration would import and call, or ''. A stored one may be a stranger's."""
     found = [name for name in (config.dataset, config.model) if ":" in name and not Path(name).is_file()]
+    found += re.findall(r"(?:^backbone:|\bmodule=)([\w.]+:\w+)", config.features or "")
     found += [config.recipe] if named_code(config.recipe) else []
     return found[0] if found else ""
+
+
+def refuse_named_code(config: RunConfig, trust: bool) -> None:
+    """A configuration may come from anywhere: importing what it names (dataset, model, features, recipe) needs the user's word."""
+    name = names_code(config)
+    if name and not trust:
+        raise UserError(f"the configuration names code to import and call: '{name}'. If you trust it, add --trust-code")
 
 
 def refuse_foreign_code(run: Run, trust: bool) -> None:
