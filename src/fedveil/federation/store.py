@@ -340,7 +340,7 @@ def names_code(config: RunConfig) -> str:
 
 
 def refuse_named_code(config: RunConfig, trust: bool) -> None:
-    """A configuration may come from anywhere: importing what it names (dataset, model, features, recipe) needs the user's word."""
+    """A configuration may come from anyone: importing what it names (dataset, model, features, recipe) needs the user's word."""
     name = names_code(config)
     if name and not trust:
         raise UserError(f"the configuration names code to import and call: '{name}'. If you trust it, add --trust-code")
