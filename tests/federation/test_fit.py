@@ -147,18 +147,21 @@ def test_clients_and_groups_must_agree():
         choose(columns(), target="outcome", epsilon=2, clients=5, table={"group": "site"})
 
 
-@pytest.mark.parametrize("fault", ["the look", "what follows it"])
+@pytest.mark.parametrize("fault", ["the look", "the rows behind it", "what follows it"])
 def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault, monkeypatch):
     data = columns()
     more = {"drop": ["days"]}
     if fault == "the look":  # words of which none is frequent: that they are not is what the look found
         data["outcome"] = np.array([f"word{i}" for i in range(len(data["age"]))])
+    elif fault == "the rows behind it":  # nothing but missing values stands out of the noise: no column is left
+        data["age"] = data["ward"] = np.full(len(data["age"]), "")
     else:
         monkeypatch.setattr(loop, "engine_of", lambda *_: (_ for _ in ()).throw(UserError("no engine")))
     path = write_csv(tmp_path / "patients.csv", data)
     with pytest.raises(UserError, match="charged in") as told:
         fv.fit(path, target="outcome", group="site", epsilon=4, out=tmp_path / "run", **more)
-    assert ("declare them" if fault == "the look" else "no engine") in str(told.value).lower()
+    said = {"the look": "declare them", "the rows behind it": "no column is left", "what follows it": "no engine"}
+    assert said[fault] in str(told.value).lower()
     ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
     assert 0 < ledger.epsilon("server", "example") < 2
     # The folder holds what was spent; a run that leaves it out may not begin there.
@@ -166,6 +169,26 @@ def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault,
         monkeypatch.undo()
         fv.fit(write_csv(tmp_path / "patients.csv", columns()), target="outcome", group="site", epsilon=4,
                out=tmp_path / "run", **more)  # fmt: skip
+
+
+def test_without_a_ledger_nobody_looks(tmp_path, monkeypatch):
+    """Whether a look could be used, and what it found, is told by nothing but a run that charges it first."""
+    monkeypatch.setattr("fedveil.federation.look.look", lambda *_: pytest.fail("rows were looked at"))
+    chosen = choose(columns(), target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]})
+    with pytest.raises(UserError, match="only a run can pay for"):
+        loop.prepare(chosen.config, chosen.data)
+
+
+def test_a_finished_run_is_read_without_a_second_look(tmp_path, monkeypatch):
+    path = write_csv(tmp_path / "patients.csv", columns())
+    chosen = choose(path, target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]}, secure_noise=True, rounds=2)
+    toml = tmp_path / "run.toml"
+    toml.write_text(fit.as_toml(chosen))
+    looks = []
+    real = loop.open_table
+    monkeypatch.setattr(loop, "open_table", lambda *a, **k: looks.append(k["pays"] and a[0].looked is None) or real(*a, **k))
+    assert fv.run(str(toml), out=tmp_path / "run").state_dict()
+    assert looks == [True, False]
 
 
 def reviews(rows=900):

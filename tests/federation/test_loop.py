@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedveil.errors import UserError
+from fedveil.federation import loop
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import prepare, release_of, run
 from fedveil.federation.round import moment_of, start
@@ -341,6 +342,26 @@ def test_the_charge_of_rounds_left_out_ends_where_the_budget_would_have_ended_th
     result = run(config, tmp_path / "stopped")
     assert result["rounds"] == 1 and "no longer finite" in result["stopped"]
     assert Ledger.read(tmp_path / "stopped" / "ledger.jsonl").rounds == 3
+
+
+def test_a_round_that_fails_is_charged_before_anybody_hears_why(tmp_path, monkeypatch):
+    """What goes wrong with the rows in hand may follow from them; the same failure once more tells nothing new."""
+    real = loop.train_cohort
+
+    def fails(prepared, state, *more):
+        if state.round == 1:
+            raise UserError("this record cannot be trained on")
+        return real(prepared, state, *more)
+
+    config = load_config("fed-cdp-sound", SMALL)
+    run(config, tmp_path / "whole")
+    monkeypatch.setattr(loop, "train_cohort", fails)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="cannot be trained on"):
+            run(config, tmp_path / "run", resume=resume)
+        book = Ledger.read(tmp_path / "run" / "ledger.jsonl")
+        assert book.rounds == 2
+        assert book.epsilon("server", "example") == Ledger.read(tmp_path / "whole" / "ledger.jsonl").epsilon("server", "example")
 
 
 def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch):

@@ -11,6 +11,8 @@ from fedveil.attacks.audit.loop import audit_loop
 from fedveil.errors import UserError
 from fedveil.federation.practice import compared
 from fedveil.privacy.ledger import Ledger
+from fedveil.protect import bounded
+from fedveil.training import pool
 
 ROWS, COLUMNS, CLASSES = 40, 30, 4
 CLIPS = {"flat": {}, "layer": {"clip_kind": "layer"}, "mean": {"noise_on": "mean"}}
@@ -95,6 +97,42 @@ def test_the_optimiser_takes_no_gradients_but_ours(tmp_path):
         optimizer.step()
     with pytest.raises(UserError, match="closure"):
         optimizer.step(lambda: torch.tensor(0.0))
+
+
+class Remembering(nn.Module):
+    """A net that only the graph engine takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(COLUMNS, 6, batch_first=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.cell(x[:, None])[0][:, -1])
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "squared"])
+def test_sums_come_from_an_engine_whose_bound_is_proven_or_the_row_says_so(loss, tmp_path, monkeypatch):
+    """An engine without a proof was used here while the ledger spoke of a proven one."""
+    monkeypatch.setattr(bounded, "COVERED", tuple(e for e in bounded.COVERED if e != "graph"))
+    used = []
+    real = pool.train
+    monkeypatch.setattr(pool, "train", lambda module, *a, **k: used.append(module) or real(module, *a, **k))
+    module = Remembering()
+    rows = data() if loss == "cross-entropy" else TensorDataset(data().tensors[0], torch.randn(ROWS, CLASSES))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = fv.make_private(module, optimizer, DataLoader(rows, batch_size=10), loss=loss, sigma=2.0, steps=5, out=tmp_path)
+    batch = next(iter(private.loader))
+    assert np.isfinite(private.backward(*batch)) and not used
+    assert private.epsilon("public") > 0
+
+
+def test_without_a_planned_end_nothing_sound_is_said(tmp_path):
+    """Who ends when the weights look right has chosen among many releases: only a plan made before covers that."""
+    private = made(tmp_path, batch=10, steps=None)
+    private.backward(*next(iter(private.loader)))
+    assert private.epsilon("public") is None
+    told = {row.verdict: row for row in private.ledger if (row.observer, row.unit) == ("public", "example")}
+    assert "no plan was committed" in told["none"].reason and told["nominal"].epsilon > 0
 
 
 def test_a_step_is_used_once_and_batches_come_from_the_loader(tmp_path):

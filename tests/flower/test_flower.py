@@ -21,11 +21,14 @@ from fedveil.federation import loop
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.store import open_run
 from fedveil.flower import client_app, wire
+from fedveil.flower import node as nodes
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
 from fedveil.flower.server import Options, gather, options_of, serve
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.ledger.journal import read
+from fedveil.protect import place
+from fedveil.training import pool
 
 NODES = {100: 2, 101: 0, 102: 3, 103: 1}  # node id -> client: ids say nothing about numbers
 
@@ -139,6 +142,28 @@ def test_noise_is_never_repeatable_unless_a_root_is_built_in(tmp_path: Path) -> 
 def test_a_policy_with_secure_noise_refuses_an_app_with_a_built_in_root(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="secure_noise"):
         federate(tmp_path, config_of("fed-cdp"), policy=policy_text("fed-cdp", secure_noise=True))
+
+
+def test_a_node_speaks_of_the_engine_that_its_own_mechanism_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's noise goes through an engine with a proof, that of nodes 1 and 3 does not: those say so."""
+    choose, prepared = pool.choose, nodes._prepared
+
+    def at_the_node(*given: Any) -> Any:
+        def graph_for_laplace(module: Any, plan: Any, engine: str = "auto", **more: Any) -> tuple[str, str]:
+            return choose(module, plan, "graph" if plan.noised[0].law.name == "laplace" else engine, **more)
+
+        with monkeypatch.context() as patch:  # a server's own word about it is none that a node relies on
+            patch.setattr(pool, "choose", graph_for_laplace)
+            return prepared(*given)
+
+    monkeypatch.setattr(nodes, "_prepared", at_the_node)
+    monkeypatch.setattr(place, "COVERED", ("native", "stacked"))
+    own = {"client_epsilons": [4.0, 8.0], "client_mechanisms": ["gaussian", "laplace"]}
+    federate(tmp_path, config_of("udp-fl", rounds=1, **own))
+    for client in range(4):
+        rows = ledger_of(tmp_path / f"n{client}").table()
+        said = [r.reason for r in rows if (r.observer, r.unit) == ("server", "example")]
+        assert any("not proven" in reason for reason in said) == (client % 2 == 1), said
 
 
 def test_each_node_pays_in_its_own_ledger_before_it_replies(tmp_path: Path) -> None:

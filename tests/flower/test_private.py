@@ -64,6 +64,12 @@ def strategy(tmp_path, inner=None, name="run", recipe=SERVER, **more):
     return Private(plain, known, clients=CLIENTS, out=tmp_path / name, **{**keys, **more})
 
 
+def nominal(book):
+    """What a node has spent so far with its server."""
+    (row,) = [r for r in book.table() if (r.observer, r.unit, r.verdict) == ("server", "client", "nominal")]
+    return row.epsilon
+
+
 def moved(result):
     return result.arrays["layer.weight"].numpy().reshape(-1).astype(np.float64)
 
@@ -95,7 +101,7 @@ def test_noise_on_the_client_is_the_noise_that_is_claimed(tmp_path):
     assert compared(0.5 * 2.0, np.concatenate(replies))
     node = Ledger.read(tmp_path / "nodes" / "node-0" / "ledger.jsonl")
     assert node.rounds == 2
-    assert node.epsilon("server", "client") == pytest.approx(private.epsilon("server"), rel=1e-6)
+    assert nominal(node) == pytest.approx(private.epsilon("server"), rel=1e-6)
 
 
 def test_nothing_but_the_update_leaves_a_client_and_a_loud_one_is_clipped_twice(tmp_path):
@@ -176,7 +182,7 @@ def test_an_owner_who_has_spent_enough_is_asked_in_vain(tmp_path):
     grid = grid_of(app, tamper=lambda n, m, r: errors.append(r.has_error()) or [r])
     strategy(tmp_path, recipe=CLIENT).start(grid, record(weights()), num_rounds=4)
     assert not errors[0] and errors[-1]
-    assert Ledger.read(tmp_path / "nodes" / "node-1" / "ledger.jsonl").epsilon("server", "client") <= 2.0
+    assert Ledger.read(tmp_path / "nodes" / "node-1" / "ledger.jsonl").spent(0, "server", "client") <= 2.0
 
 
 def test_poisson_cohorts_pay_for_every_round_also_an_empty_one(tmp_path):
@@ -235,4 +241,61 @@ def test_a_falling_sigma_is_played_by_server_and_nodes_alike(tmp_path):
     private = strategy(tmp_path, recipe=FALLING)
     private.start(grid_of(client(recipe=FALLING, folder=tmp_path / "nodes")), record(weights()), num_rounds=3)
     node = Ledger.read(tmp_path / "nodes" / "node-0" / "ledger.jsonl")
-    assert node.rounds == 3 and node.epsilon("server", "client") == pytest.approx(private.epsilon("server"), rel=1e-6)
+    assert node.rounds == 3 and nominal(node) == pytest.approx(private.epsilon("server"), rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [None, 9.0])
+def test_a_server_that_stops_when_it_likes_leaves_a_node_its_budget_or_no_promise(epsilon, tmp_path):
+    """How many rounds there were is then an output: what was spent at such an end is no guarantee."""
+    recipe = CLIENT if epsilon is None else {**CLIENT, "epsilon": epsilon}
+    grid = grid_of(client(recipe=recipe, folder=tmp_path))
+    assert not asked_for(grid, CLIENT, 1, 100).has_error()
+    node = Ledger.read(tmp_path / "node-0" / "ledger.jsonl")
+    for observer in ("server", "participants", "public"):
+        assert node.epsilon(observer, "client") == epsilon
+    assert node.spent(0, "server", "client") is None if epsilon is None else 0 < node.spent(0, "server", "client") < 4
+
+
+def test_a_node_without_a_number_of_its_own_keeps_one_ledger_whatever_id_the_superlink_gives_it(tmp_path):
+    app = ClientApp(mods=[private_mod(**CLIENT, ledger=tmp_path)])
+    app.train()(lambda message, context: Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message))
+    for node in (100, 2**60 + 7):
+        known = playable(CLIENT["recipe"], {key: value for key, value in CLIENT.items() if key != "recipe"})
+        order = ConfigRecord({"recipe": agreed(known), "round": 1, "rounds": 1})
+        message = Message(RecordDict({"arrays": record(weights()), "fedveil": order}), node, "train")
+        (answer,) = LocalGrid(app, {node: {}}).send_and_receive([message])
+        assert not answer.has_error()
+    assert Ledger.read(tmp_path / "node" / "ledger.jsonl").rounds == 2
+
+
+def test_noised_uploads_are_charged_before_anybody_is_asked(tmp_path):
+    """The SuperLink keeps what arrived: a server that dies before it merges has shown it all the same."""
+    charged = []
+
+    def look(node, message, reply):
+        charged.append(Ledger.read(tmp_path / "run" / "ledger.jsonl").rounds)
+        return [reply]
+
+    private = strategy(tmp_path, recipe=CLIENT)
+    private.start(grid_of(client(recipe=CLIENT, folder=tmp_path / "nodes"), tamper=look), record(weights()), num_rounds=2)
+    assert charged == [1] * CLIENTS + [2] * CLIENTS
+
+
+def test_a_continued_run_plays_the_rounds_it_began_with_and_no_more_and_nodes_keep_their_numbers(tmp_path):
+    def halfway(node, message, reply):
+        if reply.content["fedveil"]["round"] == 2:
+            raise KeyboardInterrupt
+        return [reply]
+
+    app = client(recipe=CLIENT, folder=tmp_path / "nodes")
+    with pytest.raises(KeyboardInterrupt):
+        strategy(tmp_path, recipe=CLIENT).start(grid_of(app, tamper=halfway), record(weights()), num_rounds=4)
+    with pytest.raises(UserError, match="config differs"):
+        strategy(tmp_path, recipe={**CLIENT, "sigma": 1.0}, resume=True).start(grid_of(app), record(weights()), num_rounds=4)
+    again = strategy(tmp_path, recipe=CLIENT, resume=True)
+    back = LocalGrid(app, {node: {"partition-id": node - 100} for node in (103, 100)})  # others are away
+    again.start(back, record(weights()), num_rounds=10)
+    book = Ledger.read(tmp_path / "run" / "ledger.jsonl")
+    assert "that the run began with" in again.stopped and book.rounds == 4
+    assert book.participations().tolist() == [4] * CLIENTS
+    assert again._roster == {100 + k: k for k in range(CLIENTS)}

@@ -143,11 +143,15 @@ def price(columns: int, rows: int, clients: int, observer: str, epsilon: float, 
     return found
 
 
-def open_table(config: RunConfig, given: Table | None, root: int | bytes, deployed: bool) -> tuple[Dataset, Looked]:
+def open_table(
+    config: RunConfig, given: Table | None, root: int | bytes, deployed: bool, pays: bool
+) -> tuple[Dataset, Looked]:
     """The configuration's table as numbers, with what had to be looked at and paid for.
 
+    pays: the caller charges `Looked.paid`, or that of a `LookedInVain`, before anybody hears of it. Nobody else gets a look.
+
     Formal guarantee: nothing about the training rows is in the result's constants but what `Looked.paid` states. Nothing may
-    be shown before that is charged.
+    be shown before that is charged; whatever goes wrong after a look may follow from it and is `LookedInVain`.
     """
     where = given.name if given is not None else config.dataset
     columns = columns_of(config.table, config.target, config.text, where)
@@ -160,10 +164,20 @@ def open_table(config: RunConfig, given: Table | None, root: int | bytes, deploy
                 f"{where}: a look at undeclared columns is made in one process, not among nodes: declare their ranges and "
                 "categories (`fedveil data check` writes them), or set table.scaling = \"free\""
             )
+        if not pays:
+            raise UserError(
+                f"{where}: undeclared columns need a look, which only a run can pay for: `fedveil run` or `fedveil fit` makes "
+                "and charges it. Or declare their ranges and categories"
+            )
         found = _bought(sheet, config, root, knots)
     looked = constants(sheet, knots, found)
-    dataset = encode(sheet, looked.known, where.rpartition("/")[2])
-    return hold_out(limit_rows(dataset, config.limit, None, config.split_seed), config.validation, config.split_seed), looked
+    try:
+        rows = limit_rows(encode(sheet, looked.known, where.rpartition("/")[2]), config.limit, None, config.split_seed)
+        return hold_out(rows, config.validation, config.split_seed), looked
+    except UserError as wrong:
+        if not looked.paid:
+            raise
+        raise LookedInVain(str(wrong), looked.paid) from None
 
 
 def _bought(sheet: Sheet, config: RunConfig, root: int | bytes, knots: int) -> Looked:

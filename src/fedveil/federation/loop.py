@@ -29,7 +29,7 @@ from fedveil.federation import store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
-from fedveil.federation.look import Looked, LookedInVain, Paid, open_table
+from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -102,17 +102,19 @@ def prepare(
     *,
     dealt: Partition | None = None,
     root: int | bytes | None = None,
+    pays: bool = False,
 ) -> Prepared:
     """Load data, deal it out, build the model, calibrate the noise if asked to.
 
     dealt: who holds how much, where that is not decided here (deployment). root: keys all randomness instead
-    of the seed or, with secure_noise, the system's entropy.
+    of the seed or, with secure_noise, the system's entropy. pays: the caller has a ledger and charges looks at a table's
+    columns before anybody hears of them; nobody else gets one.
     """
     if root is None:
         root = entropy() if config.secure_noise else config.seed
     looked = None
     if isinstance(dataset, Table) or (dataset is None and config.table):
-        dataset, looked = open_table(config, dataset, root, deployed=dealt is not None)
+        dataset, looked = open_table(config, dataset, root, deployed=dealt is not None, pays=pays)
     elif dataset is None:
         dataset = raw_data(config)
     try:
@@ -398,7 +400,7 @@ def run(
     folder = Path(out)
     begun = time.perf_counter()
     try:
-        prepared = prepare(config, dataset, module)
+        prepared = prepare(config, dataset, module, pays=True)
     except LookedInVain as vain:
         charge_in_vain(config, folder, vain)
         raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
@@ -422,9 +424,15 @@ def run(
         def turn(state: State, now: Moment, clients: np.ndarray) -> Turn:
             mark = fingerprint_of(prepared, state, clients)
             # Nothing has left this process yet: what was made is charged, and synced, before anybody gets to see it.
-            following, facts, private = play_round(prepared, state, clients, workers)
+            entry = release_of(prepared, now, clients)
+            try:
+                following, facts, private = play_round(prepared, state, clients, workers)
+            except Exception:  # that and how it failed may follow from the rows: charged before anybody hears of it
+                if ledger.find(mark + "failed") is None:
+                    ledger.spend(replace(entry, note="failed"), fingerprint=mark + "failed")
+                raise
             made = private.pop("made")
-            charge(ledger, release_of(prepared, now, clients), mark, made)
+            charge(ledger, entry, mark, made)
             lost = divergence(task.recipe, now.number, private.get("diverged_clients", ()))
             if lost is not None:
                 charge(ledger, lost, mark + "diverged", made)
@@ -866,6 +874,8 @@ def trained(
     path = folder / "model.safetensors"
     if not path.exists():
         raise UserError(f"{folder} has no model yet: the run is not finished; continue it with --resume")
+    if config.looked is None and (folder / store.TABLE).exists():
+        config = config.with_look(looked_from_json(store.read_json(folder / store.TABLE)))
     module = prepare(config, dataset).task.module if module is None else module
     tensors = load_file(path)
     return load_weights(module, np.concatenate([tensors[name].reshape(-1) for name in layout_of(module).names]))

@@ -52,12 +52,16 @@ from fedveil.training.torch import functional
 Batch = TypeVar("Batch")
 Loss = Callable[[nn.Module, Any], torch.Tensor]  # (module, a batch of one example) -> its loss
 Marks = tuple[tuple[int, int], ...]
+ONE_BY_ONE: dict[str, Loss] = {
+    "cross-entropy": lambda module, batch: nn.functional.cross_entropy(module(batch[0]), batch[1].reshape(-1)),
+    "squared": lambda module, batch: nn.functional.mse_loss(module(batch[0]).reshape(-1), batch[1].reshape(-1).float()),
+}
 NAMED: dict[type, str] = {nn.CrossEntropyLoss: "cross-entropy", nn.MSELoss: "squared"}
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What was agreed before the first step. steps None: as many as the budget allows."""
+    """What was agreed before the first step. steps None: the end is chosen later, so that nothing sound can be said of it."""
 
     recipe: Recipe
     epsilon: float | None
@@ -141,9 +145,9 @@ class Private:
         out: Path, resume: bool,
     ) -> None:  # fmt: skip
         self.module, self.optimizer, self.terms, self.path = module, optimizer, terms, out
-        self._loss = loss
         self._root: int | bytes = entropy() if terms.seed is None else terms.seed
         self._task = task_of(module, terms, self._root)
+        self._loss = self._proven(loss)
         self._stack = ExitStack()
         self._ledger = self._open(resume)
         self.loader = PrivateLoader(self, loader.dataset, loader.collate_fn or default_collate)
@@ -264,7 +268,7 @@ class Private:
         budgets = () if terms.epsilon is None else (Budget(terms.epsilon, "public", "example"),)
         header = Header(
             delta=terms.delta, clients=1, sizes=(terms.examples,), budgets=budgets, simulated=terms.seed is not None,
-            planned_rounds=terms.steps, config=digest(terms.recipe),
+            planned_rounds=terms.steps, stopping="data" if terms.steps is None else "fixed", config=digest(terms.recipe),
         )  # fmt: skip
         self._stack.enter_context(run_folder.hold(self.path))
         try:
@@ -298,6 +302,13 @@ class Private:
             "make_private: backward takes a batch of private.loader, as it is and each one once: the promise counts on its "
             "random draw. This one was used, changed, or comes from elsewhere (move batches to a device inside the loss)."
         )
+
+    def _proven(self, loss: Loss | str) -> Loss | str:
+        """The loss for an engine whose sums keep the bound in floating point, else for one example at a time, which does."""
+        if not isinstance(loss, str):
+            return loss
+        plan = plan_of(replace(self._task, loss=loss), moment_of(self._task, blank(self._task.recipe, 1, 1)), 0, 1)  # type: ignore[arg-type]
+        return loss if pool.choose(self.module, plan)[0] in bounded.COVERED else ONE_BY_ONE[loss]
 
     def _clipped(self, batch: tuple[Any, ...], now: Moment, count: int) -> tuple[np.ndarray, float]:
         if not count:

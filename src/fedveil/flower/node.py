@@ -454,7 +454,7 @@ def _changed(path: str) -> str:
 def _prepared(request: Request, contract: Contract, owner: Owner, cache: Cache) -> Prepared:
     """The simulator's `Prepared` with one client, this one, and without data: its form comes from the contract."""
     from fedveil.data.partition import Partition
-    from fedveil.federation.loop import prepare
+    from fedveil.federation.loop import engine_of, prepare
     from fedveil.flower.owndata import empty_dataset
 
     config = request.config
@@ -493,7 +493,9 @@ def _prepared(request: Request, contract: Contract, owner: Owner, cache: Cache) 
             own={owner.client: (request.recipe, float(request.sigma))},
             own_epsilon={c: _budget(config, c) for c in range(config.clients)},
         )
-        prepared = replace(prepared, task=task)
+        engine, why = engine_of(task, prepared.initial, dealt, plain)  # its own mechanism may need another one
+        setting = replace(task.setting, engine=engine)
+        prepared = replace(prepared, task=replace(task, setting=setting), engine=engine, engine_reason=why)
     cache.update({"task_key": key, "task": prepared})
     return prepared
 

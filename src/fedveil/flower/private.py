@@ -41,7 +41,7 @@ from fedveil.privacy.ledger.entries import Row
 from fedveil.protect.aggregate import Mean
 from fedveil.protect.catalogue import get
 from fedveil.protect.clip import Given, constant
-from fedveil.protect.place import AtClient, AtServer
+from fedveil.protect.place import AFTER_UPLOAD, AtClient, AtServer
 from fedveil.protect.promise import release
 from fedveil.protect.recipe import Recipe, digest, with_changes
 from fedveil.protect.sampling import Everybody
@@ -142,7 +142,8 @@ def private_mod(
     The reply holds the update and nothing else: metrics, examples counted and other records are computed from private rows
     and are dropped; training that fails uploads nothing but zeros (the node's own log says why), and evaluation on private rows
     is refused. Where the noise is the client's, each reply is charged in the node's own ledger first, below the folder
-    `ledger`; with `epsilon` the node refuses to take part before that budget is exceeded.
+    `ledger`; with `epsilon` the node refuses to take part before that budget is exceeded. The server decides how many rounds
+    there are, after what it saw: so the budget is what holds, and without one what was spent is nominal.
 
     Formal guarantee: the update has the recipe's bound; with noise on the client the reply is the mechanism that the node's
     ledger states, for the server and everybody after it. The noise comes from the operating system's entropy. Where noise or
@@ -195,23 +196,26 @@ def _trained(
             raise RuntimeError(reply.error.reason)
         name, arrays = next(iter(reply.content.array_records.items()))
         return name, shape.vector(arrays).astype(np.float64) - before
-    except Exception:  # the user's own code may fail in any way
+    except (Exception, SystemExit):  # the user's own code may fail in any way
         log(ERROR, "fedveil: training failed on this node, an empty update is sent:\n%s", traceback.format_exc())
         return name, np.zeros(shape.layout.size)
 
 
 def _node_folder(base: Path, context: Context) -> Path:
-    who = context.node_config.get("partition-id", context.node_id)
-    return base / f"node-{who}"
+    """The node's own folder. Its number is the owner's word; never the node id, which the SuperLink gives anew at will."""
+    own = context.node_config.get("partition-id")
+    return base / ("node" if own is None else f"node-{own}")
 
 
 def _charge_node(folder: Path, task: Task, now: Moment, made: np.ndarray, epsilon: float | None, delta: float) -> None:
     budgets = () if epsilon is None else (Budget(epsilon, "server", "client"),)
+    promised = tuple(replace(budget, observer=observer) for budget in budgets for observer in AFTER_UPLOAD)
     ordered = any(schedule.kind != "constant" for schedule in (task.recipe.sigma, task.recipe.clip.bound))
     plan = task.setting.rounds if ordered else None
     header = Header(
-        delta=delta, clients=1, budgets=budgets, simulated=False, config=digest(task.recipe), planned_rounds=plan
-    )
+        delta=delta, clients=1, budgets=budgets, simulated=False, config=digest(task.recipe), planned_rounds=plan,
+        stopping="data", promised=promised,
+    )  # fmt: skip
     with run_folder.hold(folder), run_folder.open_ledger(folder, lambda: header) as books:
         if (books.header.budgets, books.header.delta) != (header.budgets, header.delta):
             raise UserError(f"fedveil: the ledger in {folder} has another budget or delta; use another folder")
@@ -280,12 +284,13 @@ class Private(Strategy):
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **options: Any) -> Result:
         """The strategy's own loop, under the ledger in `out`."""
         self._shape = Shape.of(initial_arrays)
-        task = _task(self.recipe, self._shape, self.clients, self.cohort, num_rounds, self.copies, self._root)
+        planned = self._planned(num_rounds)
+        task = _task(self.recipe, self._shape, self.clients, self.cohort, planned, self.copies, self._root)
         if self.epsilon_budget is not None and isinstance(self.recipe.place, AtServer):
             goal = make_config({"recipe": "dp-fedavg", "delta": self.delta, "observer": self.observer})
-            sigma = sigma_for(task, goal, self.epsilon_budget, num_rounds, 1)
+            sigma = sigma_for(task, goal, self.epsilon_budget, planned, 1)
             log(INFO, "fedveil: sigma = %.4g gives epsilon %g at delta %g in %d rounds", sigma, self.epsilon_budget,
-                self.delta, num_rounds)  # fmt: skip
+                self.delta, planned)  # fmt: skip
             task = replace(task, recipe=replace(self.recipe, sigma=constant(sigma)))
         self._task, self.stopped = task, ""
         with ExitStack() as stack:
@@ -296,11 +301,15 @@ class Private(Strategy):
                     log(INFO, "fedveil: %s, per %s: epsilon %.4g at delta %g", row.observer, row.unit, row.epsilon, row.delta)
         return result
 
-    def _open(self, stack: ExitStack) -> Ledger:
+    def _planned(self, num_rounds: int) -> int:
+        """The rounds of the whole run: those it began with, however many are asked for when it is continued."""
         path = self.path / "ledger.jsonl"
         if path.exists() != self.resume:
             told = "pass resume=True to continue it" if path.exists() else "leave resume out to begin"
             raise UserError(f"fedveil.flower: {path} {'exists' if path.exists() else 'does not exist'}; {told}.")
+        return (Ledger.read(path).header.planned_rounds if self.resume else None) or num_rounds
+
+    def _open(self, stack: ExitStack) -> Ledger:
         unit = self.recipe.place.unit
         budgets = () if self.epsilon_budget is None else (Budget(self.epsilon_budget, self.observer, unit),)
         header = Header(
@@ -309,9 +318,11 @@ class Private(Strategy):
         )  # fmt: skip
         stack.enter_context(run_folder.hold(self.path))
         ledger = stack.enter_context(run_folder.open_ledger(self.path, lambda: header))
-        for name in ("delta", "clients", "copies", "budgets"):
+        for name in ("delta", "clients", "copies", "budgets", "simulated", "config"):
             if getattr(ledger.header, name) != getattr(header, name):
                 raise UserError(f"fedveil.flower: resume: {name} differs from the ledger in {self.path}.")
+        if (self.path / "nodes.json").exists():
+            self._roster = {int(node): client for node, client in store.read_json(self.path / "nodes.json").items()}
         return ledger
 
     @property
@@ -332,9 +343,11 @@ class Private(Strategy):
     ) -> Iterable[Message]:
         """Draw the cohort as the ledger counts it; nobody is asked when the budget is spent."""
         self._playing = None
-        number = self._ledger.rounds + 1  # a continued ledger goes on with fresh keys
+        number, planned = self._ledger.rounds + 1, self._task.setting.rounds
+        if number > planned:  # rounds that are added after results were seen are in no promise
+            self.stopped = self.stopped or f"all {planned} rounds that the run began with are played"
         drawn = tuple(self.recipe.cohort.draw(self.clients, self.cohort, self._root, number).tolist())
-        now = replace(_moment(self._task, server_round - 1), number=number)
+        now = _moment(self._task, min(number, planned) - 1)
         over = self._ledger.would_exceed(self._release(now, drawn))
         if over or self.stopped:
             self.stopped = self.stopped or f"the budget is spent: {over[0]}"
@@ -345,9 +358,9 @@ class Private(Strategy):
             raise UserError("fedveil.flower: the strategy asks nobody to train (fraction_train = 0?)")
         self._enlist(grid.get_node_ids())
         self._playing = _Round(now, arrays, drawn)
-        order = ConfigRecord(
-            {"recipe": agreed(self._task.recipe), "round": server_round, "rounds": self._task.setting.rounds}
-        )
+        if self.recipe.place.own_noise:  # noised uploads are seen as soon as they arrive: charged before anybody is asked
+            self._ledger.spend(self._release(now, drawn))
+        order = ConfigRecord({"recipe": agreed(self._task.recipe), "round": number, "rounds": planned})
         content = RecordDict({**dict(asked[0].content.items()), RECORD: order})
         return [
             Message(content, node, asked[0].metadata.message_type)
@@ -356,6 +369,7 @@ class Private(Strategy):
         ]
 
     def _enlist(self, nodes: Iterable[int]) -> None:
+        """Number the nodes as they come, on disk: in a run that is continued, what a node has spent stays its own."""
         for node in sorted(nodes):
             self._roster.setdefault(node, len(self._roster))
         if len(self._roster) > self.clients:
@@ -363,6 +377,7 @@ class Private(Strategy):
                 f"fedveil.flower: {len(self._roster)} nodes were seen but clients = {self.clients}: the promise counts "
                 "clients. Raise clients, or give nodes keys so that they keep their identity over restarts."
             )
+        store.write_json(self.path / "nodes.json", {str(node): client for node, client in self._roster.items()})
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -375,13 +390,14 @@ class Private(Strategy):
         updates = self._updates(replies, drawn, now)
         begun = self._shape.vector(arrays)
         if isinstance(self.recipe.place, AtServer):
-            state = replace(start(self._task, begun), round=server_round - 1)
+            state = replace(start(self._task, begun), round=now.number - 1)
             uploads = [Upload(client, update) for client, update in sorted(updates.items())]
             moved = [merge(self._task, state, now, uploads)[0].weights]
         else:
             moved = [(begun + update).astype(np.float32) for _, update in sorted(updates.items())]
-        made = hashlib.sha256(b"".join(one.tobytes() for one in moved)).hexdigest()
-        self._ledger.spend(self._release(now, drawn), made=made)
+        if not self.recipe.place.own_noise:
+            made = hashlib.sha256(b"".join(one.tobytes() for one in moved)).hexdigest()
+            self._ledger.spend(self._release(now, drawn), made=made)
         spent = self._ledger.epsilon(self.observer, self.recipe.place.unit)
         store.append_line(self.path / "metrics.jsonl", {"round": now.number, "epsilon": spent})
         log(INFO, "fedveil: round %d charged, epsilon(%s, client) %s", now.number, self.observer,

@@ -57,10 +57,12 @@ class Header:
     clients: how many there are, numbered from 0; sizes: their public numbers of examples N_i.
     copies: the largest number of clients that hold one example; holders: the distinct sets of clients that
     hold a common example, if known (exact sums instead of the sum of the `copies` largest).
-    stopping "data": the run may stop early because of what it saw (a target accuracy). Then the sound rows
-    are those of `committed`, one release that sums the whole run up to `planned_rounds` (see `commit`).
+    stopping "data": the run may stop early because of what it saw (a target accuracy, a server that one does not trust).
+    Then the sound rows are those of `committed`, one release that sums the whole run up to `planned_rounds` (see `commit`),
+    or without one the budgets of `promised`.
     promised: budgets that were fixed in advance and that whoever spends keeps (a node's contract), for claims whose noise
-    may be chosen after what was released before (`worst.FILTER`): under such choices only they hold, not what was spent.
+    may be chosen after what was released before (`worst.FILTER`), or for noise that is fixed in releases whose number is
+    chosen so: under such choices only they hold, not what was spent.
     simulated: the noise is seeded, so whoever knows the seed can subtract it.
     version: of the ledger's meaning. 1 was written by fedveil 0.1, whose noise was float32: what it calls sound is judged
     anew on reading (`rejudged`).

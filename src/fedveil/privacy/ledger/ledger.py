@@ -402,7 +402,7 @@ class Ledger:
     ) -> tuple[Answer, str]:
         """What is promised about `pair`, and for which neighbours."""
         why = self._broken(view.book, pair, view.row) or self._broken(view.committed, pair, view.row)
-        if self.header.stopping == "data" and self.header.committed is None:
+        if self.header.stopping == "data" and self.header.committed is None and not self._promised(pair):
             why = why or "the stop depends on the data and no plan was committed"
         by_group = [claim.accountant == GROUP for claim in view.claims(pair) if claim.verdict != "nominal"]
         if not why and any(by_group):
@@ -471,7 +471,8 @@ class Ledger:
         view = self._view()
         answer, relation = self._sound(view, pair, delta, name)
         claims = [claim for claim in view.claims(pair) if _is_sound(claim)]
-        if answer.accountant == FILTER and answer.epsilon is not None:
+        at_will = self.header.stopping == "data" and self.header.committed is None
+        if answer.epsilon is not None and (answer.accountant == FILTER or (at_will and answer.verdict == "sound")):
             return [self._row(pair, self._fixed(view, pair, delta, name, answer), relation, _reasons(claims))]
         rows = [self._row(pair, answer, relation, _reasons(claims) if answer.epsilon is not None else [])]
         counted = any(claim.event for claim in claims) and not self._broken(self._book, pair, None)
@@ -483,18 +484,22 @@ class Ledger:
         return rows
 
     def _fixed(self, view: _View, pair: Pair, delta: float, name: str, spent: Answer) -> Answer:
-        """What holds where noise was chosen after what was seen: the budget promised in advance, if the filter kept it.
-        Otherwise what was spent, which is no epsilon of its own."""
-        for budget in self.header.promised:
-            if (budget.observer, budget.unit, budget.client) != (*pair, None):
-                continue
+        """What holds where the noise, or the number of releases, was chosen after what was seen: the budget promised in
+        advance, if it was kept. Otherwise what was spent, which is no epsilon of its own."""
+        chosen = "noise" if spent.accountant == FILTER else "the end"
+        for budget in self._promised(pair):
             paid = self.header.delta if budget.delta is None else budget.delta
             kept = self._sound(view, pair, paid, name, budget.epsilon)[0]
             if kept.epsilon is not None and kept.epsilon <= budget.epsilon and paid <= delta:
-                why = f"the budget fixed in advance; {kept.epsilon:.4g} of it is spent, and later noise may be chosen at will"
+                why = f"the budget fixed in advance; {kept.epsilon:.4g} of it is spent, and later {chosen} may be chosen at will"
                 return replace(kept, epsilon=budget.epsilon, reason=why)
-        why = "spent by a filter; noise that is chosen after earlier releases is covered by a budget fixed in advance alone"
+        counted = "spent by a filter; noise that is" if spent.accountant == FILTER else "spent so far; an end that is"
+        why = f"{counted} chosen after earlier releases is covered by a budget fixed in advance alone"
         return replace(spent, verdict="nominal", reason=why)
+
+    def _promised(self, pair: Pair) -> list[Budget]:
+        """The budgets of all clients about `pair` that were fixed in advance."""
+        return [b for b in self.header.promised if (b.observer, b.unit, b.client) == (*pair, None)]
 
     def _nominal_row(self, pair: Pair, delta: float, name: str, default: str) -> Row:
         view, chosen = self._view(), _nominal(name, default)
