@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedveil.cli.flower import parse_node_config
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config, make_config
 from fedveil.federation.store import open_run
-from fedveil.flower import client_app, stack, trainer, wire
+from fedveil.flower import LOST_LINK, client_app, server_app, stack, trainer, wire
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.owner import Policy, contract_of, owner_of, read_policy
 from fedveil.flower.project import to_toml, write_project
@@ -188,6 +189,40 @@ def test_stopping_wakes_a_frozen_process_and_takes_its_children() -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("gone", "begun"),
+    [
+        (["trainer-1"], ["trainer-1"]),
+        (["node-0"], ["node-0"]),
+        (["superexec"], ["superexec"]),
+        (["superlink"], ["superlink"]),
+        (["superlink", "superexec", "node-1"], ["superlink", "superexec", "node-1"]),
+    ],
+)
+def test_what_was_lost_is_started_again_and_nothing_else_is_touched(
+    gone: list[str], begun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that was killed does not cost its SuperNode's session, nor a SuperExec the SuperLink."""
+    names = ("superlink", "superexec", "trainer-0", "node-0", "trainer-1", "node-1")
+    pids = {name: 100 + number for number, name in enumerate(names)}
+    facts = {"port": 1, "insecure": True, "nodes": 2, "processes": {n: [p, "then"] for n, p in pids.items()}}
+    (tmp_path / "stack.json").write_text(json.dumps(facts))
+    dead = {pids[name] for name in gone}
+    started: list[int] = []
+
+    def start(*_: Any) -> stack.Started:
+        started.append(200 + len(started))
+        return stack.Started(started[-1], "now")
+
+    monkeypatch.setattr(stack, "alive", lambda process: process.pid not in dead)
+    monkeypatch.setattr(stack, "start", start)
+    monkeypatch.setattr(stack, "wait_port", lambda *_: None)
+    monkeypatch.setattr(stack, "stop", lambda *_: pytest.fail("something was stopped"))
+    after = stack.revive(tmp_path, stack.lost(stack.read(tmp_path)))
+    assert sorted(n for n, p in after.processes.items() if p.began == "now") == sorted(begun)
+    assert len(started) == len(begun)
+
+
 def test_down_without_up_says_so(tmp_path: Path) -> None:
     found = CliRunner().invoke(build(), ["flower", "down", "--home", str(tmp_path)])
     assert isinstance(found.exception, UserError) and "no federation was started" in str(found.exception)
@@ -289,6 +324,16 @@ def test_no_environment_variable_makes_noise_repeatable(
     assert not np.array_equal(*found)
 
 
+def _ended(details: str, log: str) -> Any:
+    """Flower's command line for a run that failed with these details, and this log."""
+    listed = json.dumps({"success": True, "runs": [{"status": "finished:failed", "status-details": details}]})
+
+    def flwr(_: Any, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, listed if words[0] == "ls" else log, "")
+
+    return flwr
+
+
 @pytest.mark.parametrize(
     ("state", "code"), [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)]
 )
@@ -299,8 +344,9 @@ def test_run_ends_with_the_runs_true_status(
     states = iter(["pending", "unknown", "running", state])
     monkeypatch.setattr(stack, "submit", lambda *_: 7)
     monkeypatch.setattr(stack, "status", lambda *_: next(states))
-    done = subprocess.CompletedProcess([], 0, "Traceback …\nERROR: fedveil stopped: the reason\n", "")
-    monkeypatch.setattr(stack, "flwr", lambda *_: done)
+    details = f"{stack.RAISED}the reason" if state == "finished:failed" else "N/A"
+    log = "Traceback (most recent call last):\n  File x, line 1\n    f()\n\nUserError: the reason\n"
+    monkeypatch.setattr(stack, "flwr", _ended(details, log))
     command = ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"]
     found = CliRunner().invoke(build(), command)
     assert found.exit_code == code
@@ -354,6 +400,55 @@ def test_a_killed_server_process_is_continued_and_a_run_under_way_is_followed(
     states[8] = iter(["running", "finished:completed"])
     assert CliRunner().invoke(build(), command).exit_code == 0
     assert submitted == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("details", "again"),
+    [
+        ("No heartbeat received from the task", True),
+        ("ServerApp failed with exception: lost the SuperLink: ConnectError: refused", True),
+        ("N/A", True),
+        ("ServerApp failed with exception: fewer than 2 nodes for 3 rounds in a row", False),
+    ],
+)
+def test_only_the_end_that_flower_kept_says_whether_a_run_stopped_itself_and_no_word_in_its_log(
+    details: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log holds errors that were survived ("ConnectError, trying again") and words that a node chose."""
+    write_project(tmp_path / "p", make_config({"recipe": "fed-cdp"}), {"out": str(tmp_path / "out")})
+    submitted: list[int] = []
+
+    def submit(*_: Any) -> int:
+        submitted.append(7 + len(submitted))
+        return submitted[-1]
+
+    log = "WARNING: ConnectError, trying again\nclient 0 refused: fedveil stopped: by a node\nthe last line\n"
+    monkeypatch.setattr(stack, "submit", submit)
+    monkeypatch.setattr(stack, "flwr", _ended(details, log))
+    found = CliRunner().invoke(build(), ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"])
+    assert found.exit_code == 1 and len(submitted) == (3 if again else 1)
+    assert ("the last line" in found.output) is again
+    assert ("fewer than 2 nodes" in found.output) is not again
+
+
+def test_an_error_of_the_line_to_the_superlink_is_told_from_one_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    httpx = pytest.importorskip("httpx")
+    app = server_app("fed-cdp")
+    for wrong, kept in [
+        (httpx.ConnectError("refused"), ConnectionError),
+        (ConnectionResetError("gone"), ConnectionError),
+        (UserError("too few nodes"), UserError),
+        (ZeroDivisionError("a mistake"), ZeroDivisionError),
+    ]:
+
+        def serve(*_: Any, wrong: Exception = wrong, **__: Any) -> None:
+            raise wrong
+
+        monkeypatch.setattr("fedveil.flower.server.serve", serve)
+        monkeypatch.setattr("fedveil.flower.server.options_of", lambda _: None)
+        with pytest.raises(kept) as raised:
+            app(None, SimpleNamespace(run_config={}))
+        assert str(raised.value).startswith(LOST_LINK) is (kept is ConnectionError)
 
 
 def test_a_run_that_flower_does_not_accept_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,23 @@ def test_pauses_grow_to_a_minute_and_no_further() -> None:
     assert [pause_after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+def test_one_parts_failures_do_not_lengthen_the_pause_of_another() -> None:
+    pauses, now, waited = supervise.Pauses(), 1000.0, []
+    for _ in range(4):  # turned away again and again
+        assert pauses.noticed(["node-0"], now) == ["node-0"] and pauses.noticed(["node-0"], now) == []
+        began = now
+        while not pauses.due(now):
+            now += 0.5
+        waited.append(now - began)
+        pauses.started(["node-0"], now)
+    assert waited == [1, 2, 4, 8]
+    assert pauses.noticed(["superlink"], now) == ["superlink"]
+    assert pauses.due(now + 1) == ["superlink"]
+    pauses.started(["superlink"], now + 1)
+    pauses.noticed(["node-0"], now + 61)  # it ran for a minute: the first pause again
+    assert pauses.due(now + 62) == ["node-0"]
+
+
 def test_status_says_who_is_down(tmp_path: Path) -> None:
     supervise.write_status(
         tmp_path / "status.json", [supervise._Running(Part("trainer", SLEEP, tmp_path / "l"))]

@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NODES, ROUNDS = 3, 8
+NODES, ROUNDS = 3, 16  # a federation takes longer to start than to be killed: many kills in each
 PARTS = ("superlink", "superexec", "serverapp", "node", "trainer")
 PATIENCE = 420.0  # seconds until a game must have ended after its last kill
+RUNS = 6  # how often an operator starts `run` before giving up; each continues a killed ServerApp twice by itself
 WEIGHTS = 30 * 4 + 4 + 4 * 2 + 2
 
 
@@ -87,7 +88,7 @@ def begin(place: Path, shuffled: bool) -> Game:
         "rounds": ROUNDS, "local_steps": 1, "batch_size": 4, "model": "papers-mlp", "model_options": {"hidden": [4]},
         "delta": 1e-3,
     })  # fmt: skip
-    options: dict[str, Any] = {"out": str(place / "run"), "deadline": 45.0, "join": 240.0}
+    options: dict[str, Any] = {"out": str(place / "run"), "deadline": 30.0, "join": 240.0}
     if shuffled:
         options |= {"shuffler": f"unix:{place / 's'}", "shuffler_key": str(place / "server.key")}
     write_project(game.project, config, options)
@@ -158,7 +159,7 @@ def play(number: int, place: Path) -> tuple[Counter[str], int, str]:
         start_run(game)
         if rng.random() < 0.8:
             wait(lambda: rounds_done(game) >= 1 or game.run.poll() is not None, 240)
-        for _ in range(rng.randint(3, 5)):
+        for _ in range(rng.randint(6, 9)):
             time.sleep(rng.uniform(0.0, 6.0))
             if game.run.poll() is not None:
                 break
@@ -173,8 +174,8 @@ def play(number: int, place: Path) -> tuple[Counter[str], int, str]:
                 return game.kills, game.runs, f"not ended {PATIENCE:.0f} s after the last kill, {rounds_done(game)} rounds done"
             if game.run.poll() == 0:
                 break
-            if game.runs == 4:
-                return game.kills, game.runs, f"`run` ended with {game.run.poll()} for the fourth time"
+            if game.runs == RUNS:
+                return game.kills, game.runs, f"`run` ended with {game.run.poll()} for the {RUNS}th time"
             start_run(game)
         return game.kills, game.runs, judge(game)
     finally:
@@ -239,6 +240,7 @@ def main() -> int:
     parse.add_argument("--state", type=Path)
     parse.add_argument("--keep", type=Path, help="keep the folder of a game that went wrong below this one")
     given = parse.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the game's processes first
     state: dict[str, Any] = {"next": 0, "counts": {}, "failures": []}
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text())

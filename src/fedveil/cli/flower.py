@@ -198,7 +198,7 @@ def _watch(
     import signal
     import sys
 
-    from fedveil.flower import stack
+    from fedveil.flower import stack, supervise
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
@@ -207,15 +207,18 @@ def _watch(
     try:  # nothing is announced before an interrupt would also stop it
         announce()
         print(end="", flush=True)
-        failures = 0
+        pauses = supervise.Pauses()
         while (home / "stack.json").exists():
-            time.sleep(2.0)
+            time.sleep(1.0)
             gone = stack.lost(stack.read(home)) if (home / "stack.json").exists() else []
-            failures = failures + 1 if gone else 0
-            if gone:
-                print(f"not running any more: {', '.join(gone)}; starting again", file=sys.stderr, flush=True)
-                time.sleep(min(2.0 ** min(failures, 6), 60.0))
-                stack.revive(home, more, trainers=trainers)
+            if new := pauses.noticed(gone, time.monotonic()):
+                print(f"not running any more: {', '.join(new)}; starting again", file=sys.stderr, flush=True)
+            if due := pauses.due(time.monotonic()):
+                try:
+                    stack.revive(home, due, more, trainers=trainers)
+                except UserError as wrong:  # it ends, is noticed, and gets a longer pause
+                    print(wrong, file=sys.stderr, flush=True)
+                pauses.started(due, time.monotonic())
     except KeyboardInterrupt:
         if not quiet:
             print("Stopping …")
@@ -320,8 +323,10 @@ class _Course:
         """Submit again a run whose server was killed; False if it stopped by itself."""
         import sys
 
-        if _stopped_itself(self.env, self.number, self.name):
-            return False
+        from fedveil.flower import stack
+
+        if stack.raised(self.env, self.number, self.name) is not None:
+            return False  # starting it again would only repeat it
         self.begun_again += 1
         print(f"run {self.number}: the server's process ended without a word (killed?); continuing from its last "
               "checkpoint", file=sys.stderr)  # fmt: skip
@@ -368,7 +373,7 @@ def _show_end(
 ) -> None:
     import sys
 
-    from fedveil.flower import STOPPED, stack
+    from fedveil.flower import stack
 
     if state == COMPLETED and result:
         accuracy = result.get("test_accuracy")
@@ -382,11 +387,21 @@ def _show_end(
     elif state == COMPLETED:
         print(f"run {number} completed; its directory {out} is on the server")
     else:
-        said = stack.flwr(env, "log", str(number), name, "--show")
-        last = [text for text in said.stdout.splitlines() if text.strip()]
-        reason = [text[text.index(STOPPED) :] for text in last if STOPPED in text]
-        print("\n".join(reason[-1:] or last[-15:]), file=sys.stderr)
+        reason = stack.raised(env, number, name) if state == FAILED else None
+        if reason is None:
+            reason = "\n".join(_told(stack.flwr(env, "log", str(number), name, "--show").stdout)[-15:])
+        print(reason, file=sys.stderr)
         print(f"run {number}: {state}", file=sys.stderr)
+
+
+def _told(log: str) -> list[str]:
+    """The lines of a log without the frames of tracebacks; what was raised stays."""
+    kept, inside = [], False
+    for text in log.splitlines():
+        inside = text.startswith("Traceback") or (inside and (text.startswith(" ") or not text.strip()))
+        if text.strip() and not inside:
+            kept.append(text)
+    return kept
 
 
 def _begin(env: dict[str, str], project: Path, name: str) -> int:
@@ -403,14 +418,6 @@ def _begin(env: dict[str, str], project: Path, name: str) -> int:
     number = stack.submit(env, project, name)
     note.write_text(str(number), "ascii")
     return number
-
-
-def _stopped_itself(env: dict[str, str], number: int, name: str) -> bool:
-    """Whether the run ended with a reason of its own, which starting it again would only repeat."""
-    from fedveil.flower import STOPPED, stack
-
-    said = stack.flwr(env, "log", str(number), name, "--show")
-    return STOPPED in said.stdout or "Error" in said.stdout
 
 
 def _run_of(project: Path) -> tuple[Path, int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Private", "client_app", "private_mod", "server_app"]
 STOPPED = "fedveil stopped:"  # begins the line that says why a run ended before its time
+LOST_LINK = "lost the SuperLink: "  # begins the error of a run that can be continued as it is
 
 
 def __getattr__(name: str) -> Any:
@@ -100,5 +101,14 @@ def server_app(config: str | Path, root: int | bytes | None = None, trust_code: 
 
             log(ERROR, f"{STOPPED} {wrong}")
             raise UserError(str(wrong)) from None  # Flower marks the run as failed
+        except Exception as wrong:
+            if not _of_transport(wrong):
+                raise
+            raise ConnectionError(f"{LOST_LINK}{type(wrong).__name__}: {wrong}") from wrong
 
     return app
+
+
+def _of_transport(error: Exception) -> bool:
+    """Whether Flower or its line failed, not the run: to run again helps."""
+    return isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] in ("flwr", "httpx", "httpcore")

@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import UserError
+from fedveil.flower import LOST_LINK
 from fedveil.flower.identity import public_of, read_identity, write_identity
 from fedveil.flower.roster import Member, Roster, write_roster
 
 HOST = "127.0.0.1"
 NAME = "fedveil"  # of the connection in Flower's configuration file
 READY = 120.0  # seconds for a process to come up on a busy machine
+RAISED = "ServerApp failed with exception: "  # so Flower begins the end of a run whose server raised an exception
 TRAINER = (sys.executable, "-m", "fedveil", "flower", "trainer")
 
 
@@ -384,16 +386,15 @@ def database(path: Path) -> str:
 
 def start_superlink(stack: Stack, env: Mapping[str, str] = {}) -> Stack:
     """SuperLink and its SuperExec as separate processes: a run survives a restart of the SuperLink."""
-    folder, where = stack.folder, f"{HOST}:{stack.port}"
+    folder = stack.folder
     tls = ["--insecure"] if stack.insecure else [
         "--ssl-certfile", str(folder / "tls/server.crt"), "--ssl-keyfile", str(folder / "tls/server.key"),
         "--ssl-ca-certfile", str(folder / "tls/ca.crt"), "--enable-supernode-auth",
     ]  # fmt: skip
-    secret = ["--superexec-auth-secret-file", str(folder / "superexec.secret")]
     link = start(
         [
-            program("flower-superlink"), *tls, "--isolation", "process", *secret, "--host", HOST, "--port", str(stack.port),
-            "--database", database(folder / "state.db"), "--disable-runtime-dependency-installation",
+            program("flower-superlink"), *tls, "--isolation", "process", *_secret(folder), "--host", HOST,
+            "--port", str(stack.port), "--database", database(folder / "state.db"), "--disable-runtime-dependency-installation",
         ],
         folder / "logs/superlink.log",
         {**stack.environment, **env},
@@ -402,13 +403,23 @@ def start_superlink(stack: Stack, env: Mapping[str, str] = {}) -> Stack:
     wait_port(stack.port, link, folder / "logs/superlink.log", "the SuperLink")
     if "superexec" in stack.processes and alive(stack.processes["superexec"]):
         return stack
+    return start_superexec(stack, env)
+
+
+def start_superexec(stack: Stack, env: Mapping[str, str] = {}) -> Stack:
+    """The process that starts ServerApps for the SuperLink."""
+    folder = stack.folder
     trust = ["--insecure"] if stack.insecure else ["--root-certificates", str(folder / "tls/ca.crt")]
     executor = start(
-        [program("flower-superexec"), "--runtime-api-address", where, *trust, *secret],
+        [program("flower-superexec"), "--runtime-api-address", f"{HOST}:{stack.port}", *trust, *_secret(folder)],
         folder / "logs/superexec.log",
         {**stack.environment, **env},
     )
     return _with(stack, superexec=executor)
+
+
+def _secret(folder: Path) -> list[str]:
+    return ["--superexec-auth-secret-file", str(folder / "superexec.secret")]
 
 
 def register(stack: Stack, keys: Sequence[Path]) -> None:
@@ -417,6 +428,29 @@ def register(stack: Stack, keys: Sequence[Path]) -> None:
         done = flwr(stack.environment, "supernode", "register", str(path), NAME)
         if done.returncode != 0 and "already" not in (done.stdout + done.stderr).lower():
             raise UserError(f"the SuperLink did not register {path}: {(done.stdout + done.stderr).strip()}")
+
+
+def _settings(stack: Stack, number: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node's SuperNode and trainer are both told."""
+    home = stack.folder / f"nodes/{number}"
+    return {
+        "home": str(home),
+        **({} if "contract" in more else {"policy": str(home / "policy.toml")}),
+        "partition-id": number,
+        "identity": str(home / "identity"),
+        "roster": str(stack.folder / "roster.json"),
+        **more,
+    }
+
+
+def start_trainer(stack: Stack, number: int, more: Mapping[str, Any] = {}, command: Sequence[str] = TRAINER) -> Stack:
+    """A node's trainer, unless it runs; its SuperNode finds a new one by its socket."""
+    home, known = stack.folder / f"nodes/{number}", stack.processes.get(f"trainer-{number}")
+    if known is not None and alive(known):
+        return stack
+    (home / "flwr").mkdir(parents=True, exist_ok=True)
+    words = [*command, _socket_path(home), "--node-config", _node_config(_settings(stack, number, more))]
+    return _with(stack, **{f"trainer-{number}": start(words, home / "trainer.log", environment(home / "flwr"))})
 
 
 def start_node(
@@ -430,23 +464,11 @@ def start_node(
 ) -> Stack:
     """One SuperNode, with its trainer; also restarts one that was lost. light: see `flower.lightnode`."""
     home = stack.folder / f"nodes/{number}"
-    settings: dict[str, Any] = {
-        "home": str(home),
-        **({} if "contract" in more else {"policy": str(home / "policy.toml")}),
-        "partition-id": number,
-        "identity": str(home / "identity"),
-        "roster": str(stack.folder / "roster.json"),
-        **more,
-    }
-    env = environment(home / "flwr")
     (home / "flwr").mkdir(parents=True, exist_ok=True)
+    settings = _settings(stack, number, more)
     if trainer:
-        known = stack.processes.get(f"trainer-{number}")
         settings["trainer"] = _socket_path(home)
-        if known is None or not alive(known):
-            asked = _node_config({k: v for k, v in settings.items() if k != "trainer"})
-            began_now = start([*command, settings["trainer"], "--node-config", asked], home / "trainer.log", env)
-            stack = _with(stack, **{f"trainer-{number}": began_now})
+        stack = start_trainer(stack, number, more, command)
     secure = ["--insecure"] if stack.insecure else [
         "--root-certificates", str(stack.folder / "tls/ca.crt"),
         "--auth-supernode-private-key", str(stack.folder / f"keys/node-{number}"),
@@ -458,7 +480,7 @@ def start_node(
             "--node-config", _node_config(settings),
         ],
         home / "supernode.log",
-        env,
+        environment(home / "flwr"),
     )  # fmt: skip
     (home / "port").write_text(str(port))
     return _with(stack, **{f"node-{number}": node})
@@ -506,20 +528,17 @@ def lost(stack: Stack) -> list[str]:
     return [name for name, process in stack.processes.items() if not alive(process)]
 
 
-def revive(folder: Path, more: Mapping[str, Any] = {}, *, trainers: bool = True) -> Stack:
-    """Start again what ended by itself."""
+def revive(folder: Path, names: Sequence[str], more: Mapping[str, Any] = {}, *, trainers: bool = True) -> Stack:
+    """Start these processes again, and no other: what still runs may be at work."""
     stack = read(folder)
-    gone = lost(stack)
-    if "superlink" in gone or "superexec" in gone:
-        if "superlink" not in gone:
-            stop([stack.processes["superlink"]])
+    if "superlink" in names:
         stack = start_superlink(stack)
+    if "superexec" in names and not alive(stack.processes["superexec"]):
+        stack = start_superexec(stack)
     for number in range(stack.nodes):
-        if f"node-{number}" in gone or f"trainer-{number}" in gone:
-            if (
-                f"node-{number}" not in gone
-            ):  # only its trainer: the SuperNode finds the new one by its socket
-                stop([stack.processes[f"node-{number}"]])
+        if f"trainer-{number}" in names:
+            stack = start_trainer(stack, number, more)
+        if f"node-{number}" in names:
             stack = start_node(stack, number, more, trainer=trainers)
     return stack
 
@@ -564,9 +583,25 @@ def submit(env: Mapping[str, str], project: Path, superlink: str, overrides: Map
 
 def status(env: Mapping[str, str], run: int, superlink: str) -> str:
     """A run's true status, such as "running" or "finished:completed"; "unknown" if nobody answers."""
+    return _listed(env, run, superlink, "status") or "unknown"
+
+
+def raised(env: Mapping[str, str], run: int, superlink: str) -> str | None:
+    """With what words a run's own server process ended itself; None if it was ended from outside, or lost its SuperLink.
+
+    Only what Flower keeps as the run's end counts. A log also holds errors that were survived, and words of nodes.
+    """
+    told = _listed(env, run, superlink, "status-details")
+    if not told.startswith(RAISED) or told.removeprefix(RAISED).startswith(LOST_LINK):
+        return None
+    return told.removeprefix(RAISED)
+
+
+def _listed(env: Mapping[str, str], run: int, superlink: str, key: str) -> str:
+    """One of the facts that Flower lists of a run; "" if nobody answers."""
     done = flwr(env, "ls", superlink, "--run-id", str(run), "--format", "json")
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])
-        return str(answer["runs"][0]["status"])
-    except (ValueError, KeyError, IndexError):
-        return "unknown"
+        return str(answer["runs"][0].get(key, ""))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return ""

@@ -59,6 +59,34 @@ def pause_after(failures: int) -> float:
     return min(FIRST_PAUSE * 2.0 ** max(failures - 1, 0), LONGEST_PAUSE)
 
 
+@dataclass
+class Pauses:
+    """When each of several processes is started again: after a pause of its own, which the others' failures do not lengthen."""
+
+    _failures: dict[str, int] = field(default_factory=dict)
+    _began: dict[str, float] = field(default_factory=dict)
+    _next: dict[str, float] = field(default_factory=dict)
+
+    def noticed(self, gone: Sequence[str], now: float) -> list[str]:
+        """Take note of who is gone; returns those that ran when last looked at."""
+        new = [name for name in gone if name not in self._next]
+        for name in new:
+            steady = now - self._began.get(name, -STEADY) >= STEADY
+            self._failures[name] = 1 if steady else self._failures.get(name, 0) + 1
+            self._next[name] = now + pause_after(self._failures[name])
+        return new
+
+    def due(self, now: float) -> list[str]:
+        """Who is to be started now."""
+        return [name for name, at in self._next.items() if at <= now]
+
+    def started(self, names: Sequence[str], now: float) -> None:
+        """Take note of who was started."""
+        for name in names:
+            self._began[name] = now
+            del self._next[name]
+
+
 def supervise(
     parts: Sequence[Part],
     status: Path,
