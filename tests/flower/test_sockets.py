@@ -200,6 +200,14 @@ BAD_REPLIES: dict[str, dict[str, Any]] = {
         wire.FACTS: ConfigRecord({"json": '{"format":1,"status":"ok","status":"ok"}'}),
         wire.ARRAYS: EMPTY,
     },
+    "packed text": {wire.PACKED: ConfigRecord({"bytes": "x"})},
+    "packed array": {wire.PACKED: EMPTY},
+    "packed and more": {wire.PACKED: ConfigRecord({"bytes": wire.pack(GOOD, {}), "x": 1})},
+    "packed beside facts": {wire.PACKED: ConfigRecord({"bytes": wire.pack(GOOD, {})}), wire.ARRAYS: EMPTY},
+    "packed and cut": {wire.PACKED: ConfigRecord({"bytes": wire.pack(GOOD, {"update": np.zeros(3, np.float32)})[:-1]})},
+    "packed in another format": {wire.PACKED: ConfigRecord({"bytes": wire.pack({**GOOD, "format": 2}, {})})},
+    "packed and too large": {wire.PACKED: ConfigRecord({"bytes": wire.pack(GOOD, {"update": np.zeros(9_999, np.float32)})})},
+    "packed and huge": {wire.PACKED: ConfigRecord({"bytes": bytes(2**20)})},
 }
 
 
@@ -226,6 +234,15 @@ def test_a_greeting_with_an_odd_number_of_examples_is_unusable(examples: Any) ->
     reply = message(**{wire.FACTS: ConfigRecord({"json": json.dumps(facts)}), wire.ARRAYS: EMPTY})
     with pytest.raises(replies.Unusable):
         replies.greeting(reply, "", None, 4)
+
+
+def test_small_messages_travel_in_one_record_and_large_ones_in_parts() -> None:
+    for count, names in ((10, {wire.PACKED}), (100_000, {wire.FACTS, wire.ARRAYS})):
+        arrays = {"update": np.arange(count, dtype=np.float32)}
+        records = wire.content({"status": "ok"}, arrays)
+        assert set(records) == names
+        facts, back = wire.read(message(**dict(records)), arrays["update"].nbytes)
+        assert facts == {"format": 1, "status": "ok"} and np.array_equal(back["update"], arrays["update"])
 
 
 def test_array_bytes_at_random_are_malformed_or_an_array() -> None:

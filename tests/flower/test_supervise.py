@@ -165,8 +165,8 @@ def test_a_node_asks_again_after_an_error_of_the_server(monkeypatch: pytest.Monk
 
     if not lightnode.known():
         pytest.skip("another version of Flower runs as it is")
-    for module, name in ((start_client_internal, "time"), (start_client_internal, "subprocess")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # set back after the test
+    for name in ("time", "subprocess", "_pull_and_store_message"):
+        monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))  # set back after the test
     monkeypatch.setattr(http_retry, "_RETRYABLE_STATUS_CODES", http_retry._RETRYABLE_STATUS_CODES)
     answers = [500, 500, 200]
 

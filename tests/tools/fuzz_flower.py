@@ -270,9 +270,12 @@ def reply(rng: random.Random, place: Path) -> None:
         wire.FACTS: ConfigRecord({"json": document}),
         wire.ARRAYS: ArrayRecord({"update": Array("float32", (3,), "numpy.ndarray", data)}),
     }
+    if rng.random() < 0.3:
+        whole = wire.pack(facts if isinstance(facts, dict) else {}, update)
+        records = {wire.PACKED: ConfigRecord({"bytes": fuzz().spoil_bytes(whole, rng) if rng.random() < 0.5 else whole})}
     if rng.random() < 0.15:
         other = rng.choice([MetricRecord({"a": 1}), ArrayRecord({}), ConfigRecord({})])
-        records[rng.choice([wire.FACTS, wire.ARRAYS, "x"])] = other
+        records[rng.choice([wire.FACTS, wire.ARRAYS, wire.PACKED, "x"])] = other
     message = test.message(**records)
     try:
         if "examples" in facts:

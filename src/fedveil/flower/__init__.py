@@ -88,9 +88,11 @@ def server_app(config: str | Path, root: int | bytes | None = None, trust_code: 
     def main(grid: Grid, context: Context) -> None:
         from fedveil.errors import UserError
         from fedveil.federation.config import TRUSTED, load_config
+        from fedveil.flower.lightnode import quick_grid
         from fedveil.flower.server import options_of, serve
 
         TRUSTED.set(trust_code)
+        quick_grid()
         try:
             read = load_config(str(config)).imported()
             serve(grid, read, options_of(context.run_config), root=root)

@@ -4,15 +4,18 @@
     python -m fedveil.flower.lightnode superexec …arguments of flower-superexec…
 
 Flower 1.41 starts a fresh `flwr-clientapp` for every message (about a second of one core, mostly imports), looks for
-messages every 3 s and for replies every 0.5 s, and none of it can be set. Here the same code runs, with the imports done
-once in a process that forks for each message, and with shorter waits. Each message still has a process of its own: it
-ends with the message, so nothing of one run is left for the next. With any other version of Flower this is plain Flower.
+messages every 3 s and for replies every 0.5 s, and none of it can be set. Here the same code runs with shorter waits. A
+run whose app only hands messages to the node's trainer needs no ClientApp (`flower.direct`); for any other the imports are
+done once in a process that forks for each message. Such a process ends with its message, so nothing of one run is left for
+the next. With any other version of Flower this is plain Flower.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import os
 import signal
 import socket
@@ -21,7 +24,8 @@ import time
 from typing import Any
 
 VERSION = "1.41.0"
-LOOK = 0.25  # seconds between looks for messages (Flower: 3)
+LOOK, LONGEST_LOOK = 0.25, 3.0  # seconds between looks for messages (Flower: 3)
+PATIENCE = 4  # a look comes after at most one part in so many of the time since the last message
 SHORT = 0.05  # seconds between looks for replies (Flower: 0.5)
 
 
@@ -33,16 +37,38 @@ def known() -> bool:
 
 
 class _Clock:
-    """The time module for the SuperNode's loop, with shorter waits."""
+    """The time module for the SuperNode's loop, with shorter waits.
 
-    def __init__(self, looks: dict[float, float]) -> None:
-        self._looks = looks
+    Looks for messages come often after a message and seldom in a long silence: a fast run waits little, and many nodes that
+    have nothing to do leave the SuperLink in peace.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
 
     def __getattr__(self, name: str) -> object:
         return getattr(time, name)
 
+    def came(self) -> None:
+        """A message came just now."""
+        self._last = time.monotonic()
+
+    def pause(self, seconds: float) -> float:
+        """How long to sleep where Flower sleeps so many seconds."""
+        if seconds == 3:
+            return min(max(LOOK, (time.monotonic() - self._last) / PATIENCE), LONGEST_LOOK)
+        return SHORT if seconds == 0.5 else seconds
+
     def sleep(self, seconds: float) -> None:
-        time.sleep(self._looks.get(seconds, seconds))
+        time.sleep(self.pause(seconds))
+
+
+def quick_grid() -> None:
+    """Let a ServerApp ask soon again for parts of a reply that are still on their way (Flower: after a second)."""
+    from flwr.superlink.grid import http_grid as inner
+
+    if known():
+        inner.pull_objects = functools.partial(inner.pull_objects, initial_backoff=SHORT)  # type: ignore[attr-defined]
 
 
 def supernode() -> None:
@@ -53,10 +79,13 @@ def supernode() -> None:
     if known():
         from flwr.supercore.retry import http_retry
 
+        from fedveil.flower import direct
+
         start = inner.subprocess.Popen
+        waiting: list[tuple[list[str], dict[str, Any]]] = []
 
         class Processes:
-            """subprocess, with our SuperExec in the place of Flower's."""
+            """subprocess, with our SuperExec in the place of Flower's, started when a ClientApp needs it."""
 
             def __getattr__(self, name: str) -> object:
                 import subprocess
@@ -65,13 +94,20 @@ def supernode() -> None:
 
             @staticmethod
             def Popen(command: list[str], **more: Any) -> object:
-                if command and command[0] == "flower-superexec":
-                    command = [sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]]
-                return start(command, **more)
+                if not command or command[0] != "flower-superexec":
+                    return start(command, **more)
+                waiting.append(([sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]], more))
+                return None
+
+        def executor() -> None:
+            while waiting:
+                command, more = waiting.pop()
+                start(command, **more)
 
         # An error of the server is worth another try: a node that ends with it is lost to its federation.
         http_retry._RETRYABLE_STATUS_CODES |= {http_retry.httpx.codes.INTERNAL_SERVER_ERROR}
-        inner.time = _Clock({3: LOOK, 0.5: SHORT})  # type: ignore[attr-defined, assignment]
+        inner.time = clock = _Clock()  # type: ignore[attr-defined, assignment]
+        inner._pull_and_store_message = direct.answering(inner._pull_and_store_message, executor, clock.came)
         inner.subprocess = Processes()  # type: ignore[attr-defined, assignment]
     flower_supernode()
 

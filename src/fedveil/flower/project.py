@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedveil.errors import UserError
 from fedveil.federation.config import GIVEN, RunConfig
+from fedveil.flower.direct import CLIENT, PACKAGE
 from fedveil.flower.owner import deployable
 from fedveil.protect.catalogue import named_code
 
@@ -40,14 +41,6 @@ from fedveil.flower import server_app
 app = server_app(Path(__file__).with_name("run.toml"){trust})
 '''
 
-CLIENT = '''\
-"""A node: trains on its own data, within its owner's policy and budget."""
-
-from fedveil.flower import client_app
-
-app = client_app()
-'''
-
 
 def write_project(folder: Path, config: RunConfig, options: Mapping[str, object]) -> None:
     """Write the project; `options` are those of `server.Options` (out, deadline, …)."""
@@ -57,7 +50,7 @@ def write_project(folder: Path, config: RunConfig, options: Mapping[str, object]
     deployable(config.built_recipe(), shuffler=shuffler, secure_sum=config.secure_sum)
     if (folder / "pyproject.toml").exists():
         raise UserError(f"{folder} already holds a project; choose another folder")
-    package = folder / "fedveil_run"
+    package = folder / PACKAGE
     package.mkdir(parents=True, exist_ok=True)
     lines = "".join(f"{key.replace('_', '-')} = {toml_value(value)}\n" for key, value in options.items())
     description = f"{config.recipe} on {config.dataset}".replace('"', "'")

@@ -541,6 +541,7 @@ def _pulled(grid: Grid, open_ids: set[str], until: float, poll: float) -> Iterat
 
     busy: set[str] = set()
     looked: dict[str, float] = {}
+    begun = time.monotonic()  # nobody has answered yet: the first look may wait as long as any other
     while open_ids:
         late = time.monotonic() >= until
         if late and (time.monotonic() >= until + GRACE or (not busy and open_ids <= looked.keys())):
@@ -548,7 +549,7 @@ def _pulled(grid: Grid, open_ids: set[str], until: float, poll: float) -> Iterat
         for name in sorted(open_ids - busy, key=lambda n: looked.get(n, 0.0)):
             if len(busy) >= PULLERS or (late and name in looked):
                 break
-            if time.monotonic() < looked.get(name, 0.0) + poll:
+            if not late and time.monotonic() < looked.get(name, begun) + poll:
                 break
             busy.add(name)
             looked[name] = time.monotonic()

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
 
 FORMAT = 1
-FACTS, ARRAYS = "fedveil.facts", "fedveil.arrays"
+FACTS, ARRAYS, PACKED = "fedveil.facts", "fedveil.arrays", "fedveil.packed"
+SMALL = 2**16  # bytes of arrays that travel in one record: Flower carries each record, array and chunk in requests of its own
 MOST_ARRAYS = 16
 KINDS = ("<f4", "<f8", "|u1")
 _SLACK = 1024  # bytes of an array's own header on the wire
@@ -34,6 +35,8 @@ def content(facts: Mapping[str, object], arrays: Arrays) -> RecordDict:
     """The records of one message."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+    if sum(value.nbytes for value in arrays.values()) <= SMALL:
+        return RecordDict({PACKED: ConfigRecord({"bytes": pack({"format": FORMAT, **facts}, arrays)})})
     named = {name: Array(np.ascontiguousarray(value)) for name, value in arrays.items()}
     document = json.dumps({"format": FORMAT, **facts}, allow_nan=False)
     return RecordDict({FACTS: ConfigRecord({"json": document}), ARRAYS: ArrayRecord(named)})
@@ -57,7 +60,11 @@ def read(message: Message, largest: int | None = None) -> tuple[Facts, dict[str,
     try:
         records = message.content
         names = set(records)
+        if names == {PACKED}:
+            return _read_packed(records[PACKED], largest)
         document, named = records[FACTS], records[ARRAYS]
+    except limits.Malformed:
+        raise
     except Exception as wrong:  # whatever Flower raises for contents it cannot read
         raise limits.Malformed("not a fedveil message") from wrong
     if (
@@ -73,14 +80,34 @@ def read(message: Message, largest: int | None = None) -> tuple[Facts, dict[str,
     total = sum(len(item.data) for item in named.values())
     if largest is not None and total > largest + _SLACK * (1 + len(named)):
         raise limits.Malformed(f"oversized: {total} bytes of arrays, at most {largest} expected")
-    facts = limits.read_json(document["json"])
+    facts = _of_this_format(limits.read_json(document["json"]))
+    return facts, {
+        limits.plain(name, 100): read_array(item.data, limits.plain(name, 40)) for name, item in named.items()
+    }
+
+
+def _read_packed(record: object, largest: int | None) -> tuple[Facts, dict[str, np.ndarray]]:
+    """(facts, arrays) of a message that travels in one record."""
+    from flwr.app import ConfigRecord
+
+    if not isinstance(record, ConfigRecord) or set(record) != {"bytes"} or not isinstance(record["bytes"], bytes):
+        raise limits.Malformed("not a fedveil message: its record is not bytes")
+    data = record["bytes"]
+    most = SMALL if largest is None else min(largest, SMALL)
+    if len(data) > most + _SLACK * (1 + MOST_ARRAYS) + limits.DOCUMENT:
+        raise limits.Malformed(f"oversized: {len(data)} bytes in one record")
+    facts, arrays = unpack(data)
+    if largest is not None and sum(value.nbytes for value in arrays.values()) > largest:
+        raise limits.Malformed(f"oversized: more than the {largest} bytes of arrays that are expected")
+    return _of_this_format(facts), {limits.plain(name, 100): value for name, value in arrays.items()}
+
+
+def _of_this_format(facts: object) -> Facts:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         told = facts.get("format") if isinstance(facts, dict) else None
         raise limits.Malformed(f"message format {limits.plain(repr(told), 40)}, not {FORMAT}: "
                                "install the same fedveil on server and nodes")  # fmt: skip
-    return facts, {
-        limits.plain(name, 100): read_array(item.data, limits.plain(name, 40)) for name, item in named.items()
-    }
+    return facts
 
 
 def read_array(data: bytes, name: str) -> np.ndarray:
