@@ -3,7 +3,7 @@
 Flower starts a SuperExec beside each SuperNode, and for each message a ClientApp that fetches the message and the app over
 HTTP, unpacks the app, and returns the reply over HTTP. The app of `fedveil flower init` does nothing but ask the node's
 trainer (`fedveil.flower.client_app`). Here the SuperNode asks, for runs whose app is that one byte for byte: nothing that
-came with the run is executed, and no process starts. Any other app, and a node without a trainer, is left to Flower.
+came with the run is executed, and no process starts. Another app, and a node without a trainer, is left to Flower.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flwr.app import Message
+    from flwr.app.user_config import UserConfig
+    from flwr.proto.message_pb2 import ObjectTree
+    from flwr.supercore.fab import Fab
+    from flwr.supercore.object_store import ObjectStore
+    from flwr.supercore.run import Run
+    from flwr.supernode.nodestate import NodeState
 
 PACKAGE = "fedveil_run"
 CLIENT = '''\
@@ -48,6 +55,21 @@ def only_forwards(fab: bytes) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Line:
+    """What Flower's loop hands to `_pull_and_store_message`, by its names."""
+
+    state: NodeState
+    object_store: ObjectStore
+    node_config: UserConfig
+    receive: Callable[[], tuple[Message, ObjectTree] | None]
+    get_run: Callable[[int], Run]
+    get_fab: Callable[[str, int], Fab]
+    pull_object: Callable[[int, str], bytes]
+    confirm_message_received: Callable[[int, str], None]
+    trusted_entities: dict[str, str] | None
+
+
 def answering(
     plain: Callable[..., int | None], executor: Callable[[], None], came: Callable[[], None]
 ) -> Callable[..., int | None]:
@@ -59,29 +81,30 @@ def answering(
 
     forwards: dict[int, bool] = {}
 
-    def pull(**given: Any) -> int | None:
+    def pull(**given: object) -> int | None:
+        line = Line(**given)  # type: ignore[arg-type]
         try:
-            if (found := given["receive"]()) is None:
+            if (found := line.receive()) is None:
                 return None
             came()
             run = found[0].metadata.run_id
             if run not in forwards:
                 if len(forwards) >= REMEMBERED:
                     forwards.clear()
-                fab = given["get_fab"](given["get_run"](run).fab_hash, run)
-                asks = bool(given["node_config"].get("trainer")) and not given["trusted_entities"]
+                fab = line.get_fab(line.get_run(run).fab_hash, run)
+                asks = bool(line.node_config.get("trainer")) and not line.trusted_entities
                 forwards[run] = asks and only_forwards(fab.content)
             if not forwards[run]:
                 executor()
                 return plain(**{**given, "receive": lambda: found})
-            return int(run) if _answer(run, *found, **given) else None
+            return run if _answer(run, *found, line) else None
         except RunNotRunningException:
             return None
 
     return pull
 
 
-def _answer(run: int, message: Message, tree: Any, **given: Any) -> bool:
+def _answer(run: int, message: Message, tree: ObjectTree, line: Line) -> bool:
     """Fetch a message's parts, ask the trainer, and lay the reply where Flower's loop finds it; False if parts are missing."""
     from flwr.app import Context, Error, Message, RecordDict
     from flwr.common.constant import ErrorCode
@@ -92,13 +115,13 @@ def _answer(run: int, message: Message, tree: Any, **given: Any) -> bool:
 
     from fedveil.flower import client_app
 
-    state, number = given["state"], message.metadata.message_id
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run, 0, state.get_node_id()
+    node, number = line.state.get_node_id(), message.metadata.message_id
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run, 0, node
     try:
         whole = pull_and_inflate_object_from_tree(
             tree,
-            lambda part: given["pull_object"](run, part),
-            lambda _: given["confirm_message_received"](run, number),
+            lambda part: line.pull_object(run, part),
+            lambda _: line.confirm_message_received(run, number),
             return_type=Message,
             initial_backoff=WAIT,
         )
@@ -109,10 +132,10 @@ def _answer(run: int, message: Message, tree: Any, **given: Any) -> bool:
         return False
     whole.metadata.__dict__["_message_id"] = number
     try:
-        reply = client_app()(whole, Context(run, state.get_node_id(), given["node_config"], RecordDict(), {}))
+        reply = client_app()(whole, Context(run, node, line.node_config, RecordDict(), {}))
     except Exception as wrong:  # as a ClientApp's; the kind of error and no more
         reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, type(wrong).__name__), reply_to=whole)
-    state.record_message_processing_start(number)  # only now: how long the work took is nobody's business
-    state.record_message_processing_end(number)
-    inner._insert_message(reply, state, given["object_store"])
+    line.state.record_message_processing_start(number)  # only now: how long the work took is nobody's business
+    line.state.record_message_processing_end(number)
+    inner._insert_message(reply, line.state, line.object_store)
     return True

@@ -82,7 +82,7 @@ def supernode() -> None:
         from fedveil.flower import direct
 
         start = inner.subprocess.Popen
-        waiting: list[tuple[list[str], dict[str, Any]]] = []
+        waiting: list[list[str]] = []
 
         class Processes:
             """subprocess, with our SuperExec in the place of Flower's, started when a ClientApp needs it."""
@@ -96,13 +96,12 @@ def supernode() -> None:
             def Popen(command: list[str], **more: Any) -> object:
                 if not command or command[0] != "flower-superexec":
                     return start(command, **more)
-                waiting.append(([sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]], more))
+                waiting.append([sys.executable, "-m", "fedveil.flower.lightnode", "superexec", *command[1:]])
                 return None
 
         def executor() -> None:
             while waiting:
-                command, more = waiting.pop()
-                start(command, **more)
+                start(waiting.pop())
 
         # An error of the server is worth another try: a node that ends with it is lost to its federation.
         http_retry._RETRYABLE_STATUS_CODES |= {http_retry.httpx.codes.INTERNAL_SERVER_ERROR}

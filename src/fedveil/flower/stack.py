@@ -275,7 +275,7 @@ def up(
     port: int = 0,
     insecure: bool = False,
     policy: str = "",
-    node_config: Mapping[str, Any] = {},
+    node_config: Mapping[str, object] = {},
     trainers: bool = True,
     superlink_env: Mapping[str, str] = {},
     trainer_command: Sequence[str] = TRAINER,
@@ -430,7 +430,7 @@ def register(stack: Stack, keys: Sequence[Path]) -> None:
             raise UserError(f"the SuperLink did not register {path}: {(done.stdout + done.stderr).strip()}")
 
 
-def _settings(stack: Stack, number: int, more: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(stack: Stack, number: int, more: Mapping[str, object]) -> dict[str, object]:
     """What a node's SuperNode and trainer are both told."""
     home = stack.folder / f"nodes/{number}"
     return {
@@ -443,7 +443,7 @@ def _settings(stack: Stack, number: int, more: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def start_trainer(stack: Stack, number: int, more: Mapping[str, Any] = {}, command: Sequence[str] = TRAINER) -> Stack:
+def start_trainer(stack: Stack, number: int, more: Mapping[str, object] = {}, command: Sequence[str] = TRAINER) -> Stack:
     """A node's trainer, unless it runs; its SuperNode finds a new one by its socket."""
     home, known = stack.folder / f"nodes/{number}", stack.processes.get(f"trainer-{number}")
     if known is not None and alive(known):
@@ -456,7 +456,7 @@ def start_trainer(stack: Stack, number: int, more: Mapping[str, Any] = {}, comma
 def start_node(
     stack: Stack,
     number: int,
-    more: Mapping[str, Any] = {},
+    more: Mapping[str, object] = {},
     *,
     trainer: bool = True,
     light: bool = True,
@@ -510,7 +510,7 @@ def _socket_path(home: Path) -> str:
     return note.read_text()
 
 
-def _node_config(settings: Mapping[str, Any]) -> str:
+def _node_config(settings: Mapping[str, object]) -> str:
     return " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
 
 
@@ -528,7 +528,7 @@ def lost(stack: Stack) -> list[str]:
     return [name for name, process in stack.processes.items() if not alive(process)]
 
 
-def revive(folder: Path, names: Sequence[str], more: Mapping[str, Any] = {}, *, trainers: bool = True) -> Stack:
+def revive(folder: Path, names: Sequence[str], more: Mapping[str, object] = {}, *, trainers: bool = True) -> Stack:
     """Start these processes again, and no other: what still runs may be at work."""
     stack = read(folder)
     if "superlink" in names:
@@ -565,7 +565,7 @@ def flwr(env: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess
 # --- runs ---
 
 
-def submit(env: Mapping[str, str], project: Path, superlink: str, overrides: Mapping[str, Any] = {}) -> int:
+def submit(env: Mapping[str, str], project: Path, superlink: str, overrides: Mapping[str, object] = {}) -> int:
     """Hand a project to the SuperLink; returns the run's id."""
     changes = [
         part for key, value in overrides.items() for part in ("--run-config", f"{key}={json.dumps(value)}")
