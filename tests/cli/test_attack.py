@@ -67,7 +67,8 @@ def test_the_picture_of_a_resumed_campaign_has_all_recipes(tmp_path, monkeypatch
     drawn, real = [], measure.gallery
 
     def gallery(outcomes, path, *more):
-        drawn.append([o.figures["recipe"] for o in outcomes.values()])
+        if path.name == "gradient.png":
+            drawn.append([o.figures["recipe"] for o in outcomes.values()])
         real(outcomes, path, *more)
 
     monkeypatch.setattr(measure, "gallery", gallery)
@@ -128,6 +129,16 @@ def test_a_run_is_attacked_at_chosen_rounds(finished):
     assert (finished / "attacks" / "gradient.json").exists() and (
         finished / "attacks" / "gradient.png"
     ).exists()
+
+
+def test_updates_of_a_run_are_those_of_its_clients_and_its_report_shows_what_was_got(finished):
+    page = finished / "report.html"
+    page.write_text("as `fedveil run` left it")
+    result = call("attack", finished, "--type", "0", "--iterations", 5)
+    assert result.exit_code == 0, result.output  # no --victims: as many as there are clients
+    assert "--kind all" in result.output and "report.html" in result.output
+    assert "Rebuilding inputs from gradients" in page.read_text("utf-8")
+    page.unlink()
 
 
 def test_membership_and_decoder_of_a_run(finished):

@@ -22,6 +22,7 @@ from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card
 from fedveil.report.facts import gather, main_row, roc_of
 from fedveil.report.page import write_report
+from fedveil.report.view import tiles
 
 PICTURE = bytes.fromhex(  # a PNG of one grey pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010800000000"
@@ -186,6 +187,32 @@ def test_attacks_on_public_benchmarks_are_shown_with_gallery_roc_and_audit(
     assert "43.2%" in html and "data:image/png;base64," in html
     assert "ROC" in html and "rmia (AUC 0.610)" in html and "0.61 (0.58 to 0.64)" in html
     assert "shown by the audit: at least 0.31" in html and "promised: at most 1.2" in html
+
+
+def test_attacks_from_several_seats_stand_side_by_side_each_with_its_own_picture(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    from fedveil.attacks.leakage.measure import mark_of
+
+    folder = copy(made["sound"], tmp_path)
+    attack(folder)
+    rates = (("type2", 0.975), ("type0", 0.025))
+    jobs = [{"kind": "gradient", "job": tap, "tap": tap, "success_rate": rate} for tap, rate in rates]
+    (folder / "attacks" / "gradient.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    (folder / "attacks" / "pictures").mkdir()
+    (folder / "attacks" / "pictures" / f"{mark_of('type2')}.png").write_bytes(PICTURE)
+    html = page([folder], tmp_path)
+    assert "97.5%" in html and "2.5%" in html
+    assert html.count("data:image/png;base64,") == 1  # the picture of one seat never stands for another
+
+
+def test_a_model_that_learned_nothing_looks_like_it(made: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(made["sound"], tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    for learned, kind in ((False, "none"), (True, "")):
+        (folder / "result.json").write_text(json.dumps({**result, "learned": learned, "judgement": "as good as a guess"}))
+        first = tiles(gather(folder))[0]
+        assert first["kind"] == kind and "as good as a guess" in first["text"]
 
 
 def test_attacks_on_own_data_are_left_out_unless_asked_for(made: dict[str, Path], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,12 +83,14 @@ def attack_gradients(
     if drawn:
         outcomes = {job: measure.kept(path, rows[job]) for job, path in drawn.items()}
         measure.gallery(outcomes, out / "gradient.png")
+        for job, path in drawn.items():  # each beside its own figures in a report
+            measure.gallery({job: outcomes[job]}, path.with_suffix(".png"))
     return [rows[job] for job in wanted]
 
 
 def _pictures(out: Path, job: str) -> Path:
     """Where the images of a job wait for the gallery, so that a resumed campaign draws all of them."""
-    return out / "pictures" / f"{hashlib.sha256(job.encode()).hexdigest()[:16]}.npz"
+    return out / "pictures" / f"{measure.mark_of(job)}.npz"
 
 
 def initial(prepared: Prepared) -> State:

@@ -247,3 +247,16 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 COLUMNS = ["seat", "promised", "best attack", "what it got", "what that means"]
+
+
+def worth_showing(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Seats that were promised something or attacked; of the others there is nothing to say."""
+    return [row for row in rows if row["attack"] is not None or row["verdict"] != "none"]
+
+
+def next_step(rows: Iterable[Mapping[str, Any]], run: object) -> str:
+    """What to try where a promise stands that nothing was tried against; "" if there is no such seat."""
+    left = dict.fromkeys(SEATS[row["seat"]] for row in worth_showing(rows) if row["attack"] is None)
+    if not left:
+        return ""
+    return f"Nothing was tried yet from these seats: {', '.join(left)}. `fedveil attack {run} --kind all` tries every attack."

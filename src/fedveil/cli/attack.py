@@ -38,8 +38,9 @@ def attack(
     model: Annotated[str, typer.Option(help="Model to attack without a run.")] = "cpl-lenet",
     method: Annotated[str, typer.Option(help="Gradient attack: dlg, idlg, cpl, gradinv or veil.")] = "veil",
     victims: Annotated[
-        int, typer.Option(min=1, help="Images (type 2) or clients (types 1 and 0) to attack.")
-    ] = 16,
+        int | None,
+        typer.Option(min=1, help="Images (type 2) or clients (types 1 and 0) to attack (default: 16, or all clients of a run)."),
+    ] = None,
     batch: Annotated[float | None, typer.Option(help="Batch behind one update (types 1 and 0).")] = None,
     local_steps: Annotated[
         int, typer.Option(min=1, help="Local steps behind one update, without a run.")
@@ -93,6 +94,7 @@ def attack(
 
     _check_attack(run, kind, leak, method, update_as)
     TRUSTED.set(trust_code)
+    victims = victims or _usual_victims(run, leak if kind == "gradient" else "2")
     options: JsonObject = {
         "method": method, "tap": TYPES[leak], "victims": victims, "seed": seed, "iterations": iterations,
         "restarts": restarts, "oracle": oracle, "update_as": update_as, "aware": False if unaware else None,
@@ -130,9 +132,26 @@ def attack(
     def show() -> None:
         _show({name: found for name, found in results.items() if name != "summary"})
         if summary is not None:
-            _show_summary(summary)
+            _show_summary(summary, run)
 
+    if out is None:
+        _renew_report(run)
     emit(results if kind == "all" else results[kind], as_json, show)
+
+
+def _usual_victims(run: Path | None, leak: str) -> int:
+    """16, or as many as a run has clients where each victim is a client's update."""
+    from fedveil.federation.store import open_run
+
+    return 16 if run is None or leak == "2" else min(16, open_run(run).config.clients)
+
+
+def _renew_report(run: Path) -> None:
+    """A page that `fedveil run` wrote shows what was found since. Its figures are those of the ledger and of the attacks."""
+    from fedveil.report.page import write_report
+
+    if (run / "report.html").is_file():
+        write_report([run], run / "report.html")
 
 
 def _check_attack(run: Path | None, kind: str, leak: str, method: str, update_as: str) -> None:
@@ -226,10 +245,11 @@ def audit(
     settings = {"canaries": canaries, "rounds": rounds, "significance": significance, "seed": seed}
     campaign.save(run / "attacks", "audit", figures, settings)
     summary = campaign.summarise(run)
+    _renew_report(run)
 
     def show() -> None:
         show_audit(figures)
-        _show_summary(summary)
+        _show_summary(summary, run)
 
     emit(figures, as_json, show)
     if code:
@@ -285,11 +305,13 @@ def _membership_row(rates: Document) -> list[str]:
     ]
 
 
-def _show_summary(summary: Document) -> None:
-    """One row per seat, for people."""
-    from fedveil.attacks.verdicts import COLUMNS, cells
+def _show_summary(summary: Document, run: Path) -> None:
+    """One row per seat, for people, and what to try next."""
+    from fedveil.attacks.verdicts import COLUMNS, cells, next_step, worth_showing
 
-    print_table("What each seat can do", COLUMNS, [cells(row) for row in summary["rows"]])
+    print_table("What each seat can do", COLUMNS, [cells(row) for row in worth_showing(summary["rows"])])
+    page = run / "report.html"
+    print("\n".join(line for line in (next_step(summary["rows"], run), f"Report: {page}" if page.is_file() else "") if line))
 
 
 def _show_malicious(found: Document) -> None:

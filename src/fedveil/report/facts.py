@@ -31,6 +31,7 @@ COURSE_ACCOUNTANTS = ("pld", "rdp", "moments", "zcdp")
 MARKS = 12  # rounds at which epsilon is recomputed
 MOST_CLIENTS = 200  # whose budgets are listed
 MOST_CLASSES = 64
+MOST_JOBS = 12  # of one kind of attack that are shown
 MOST_IMAGE = 1_200_000  # bytes of one picture; larger ones are reduced
 PATIENCE = 1.5  # seconds for the clients' budgets
 
@@ -277,18 +278,33 @@ def attacks_of(folder: Path, show: bool) -> Iterable[JsonObject]:
             yield {"kind": path.stem, "damaged": True}
             continue
         found = data.get("results", data) if isinstance(data, dict) else data
-        for item in found if isinstance(found, list) else [found]:
-            if not isinstance(item, dict):
-                continue
-            kind = str(item.get("kind") or path.stem.split("-")[0])
-            if not show and kind != "audit":
-                yield {"kind": kind, "hidden": True}
-            else:
-                yield {
-                    "kind": kind,
-                    "data": item,
-                    "image": _image(path.with_suffix(".png")) if show else None,
-                }
+        items = [item for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict)]
+        items = _every_job(path.with_suffix(".jsonl")) or items
+        kind = str(items[0].get("kind") or path.stem.split("-")[0]) if items else ""
+        if not show and kind != "audit":
+            yield from [{"kind": kind, "hidden": True}] if items else []
+            continue
+        for item in items:
+            image = _image_of(place, path, item, len(items)) if show else None
+            yield {"kind": str(item.get("kind") or kind), "data": item, "image": image}
+
+
+def _every_job(path: Path) -> list[JsonObject]:
+    """All that was tried of a kind that keeps one line per job: other seats, methods and rounds, side by side."""
+    try:
+        lines = path.read_text("utf-8").splitlines()[-MOST_JOBS:]
+        found = [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return []
+    return [line for line in found if isinstance(line, dict)]
+
+
+def _image_of(place: Path, path: Path, item: JsonObject, beside: int) -> str | None:
+    """The picture of this very job; the one of the whole kind stands for it only where there is no other job."""
+    from fedveil.attacks.leakage.measure import mark_of
+
+    own = _image(place / "pictures" / f"{mark_of(str(item.get('job', '')))}.png")
+    return own or (_image(path.with_suffix(".png")) if beside == 1 else None)
 
 
 def _image(path: Path) -> str | None:

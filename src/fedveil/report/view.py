@@ -59,7 +59,8 @@ def seat_table(facts: Facts, private: bool) -> list[list[str]]:
     kept = verdicts.read_history(facts.run.path / "attacks" / "history")
     if not (private or facts.public_data):
         kept = [entry for entry in kept if entry["result"].get("kind") == "audit"]
-    return [verdicts.cells(row) for row in verdicts.summary(facts.promise.rows, kept)["rows"]] if kept else []
+    rows = verdicts.summary(facts.promise.rows, kept)["rows"] if kept else []
+    return [verdicts.cells(row) for row in verdicts.worth_showing(rows)]
 
 
 def result_of(facts: Facts) -> tuple[str, float | None, str]:
@@ -79,11 +80,12 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
         if name == "test accuracy"
         else "typical size of the error on test records"
     )
+    judged = str(facts.result.get("judgement") or "")[:300]
     first = {
         "title": name.capitalize(),
         "value": text,
-        "kind": "",
-        "text": f"{explain}, after {facts.rounds} rounds",
+        "kind": "none" if facts.result.get("learned") is False else "",  # a model that learned nothing looks like it
+        "text": f"{explain}, after {facts.rounds} rounds" + (f"; {judged}" if judged else ""),
     }
     row = facts.main()
     config = facts.run.config

@@ -6,6 +6,7 @@ scale, batch size, learning rate). The truth is used for scoring alone, unless t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -333,6 +334,11 @@ def table(path: Path, jobs: Iterable[tuple[str, object]], run: Any) -> list[Json
             with path.open("a") as out:
                 out.write(json.dumps(plain(done[name]), allow_nan=False) + "\n")
     return list(done.values())
+
+
+def mark_of(job: str) -> str:
+    """The name of a job's files."""
+    return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
 def keep(outcome: Outcome, path: Path, show: int = 8) -> None:
