@@ -282,7 +282,8 @@ def attacks_of(folder: Path, show: bool) -> Iterable[JsonObject]:
         items = _every_job(path.with_suffix(".jsonl")) or items
         kind = str(items[0].get("kind") or path.stem.split("-")[0]) if items else ""
         if not show and kind != "audit":
-            yield from [{"kind": kind, "hidden": True}] if items else []
+            if items:
+                yield {"kind": kind, "hidden": True}
             continue
         for item in items:
             image = _image_of(place, path, item, len(items)) if show else None
