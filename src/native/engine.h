@@ -37,7 +37,7 @@ struct Plan {
     double learning_rate, expected_batch, momentum, proximal, penalty, grid;
     int32_t clip, noise;
     bool for_each;  // every example carries noise of its own (Gaussian: the root of their number times the scale)
-    bool l1, median, l2_max, squared, only_sum;
+    bool l1, median, l2_max, of_mean, squared, only_sum;  // of_mean: l2_max looks at the norm of the mean, not of single examples
     const double* bounds;       // [steps] or null
     const double* scales;       // [steps] or null: of the noise on the sum, per unit of the norm where it follows one
     const double* deviations;   // [steps]: its standard deviation, to be reported

@@ -296,6 +296,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
     plan.l1 = nb::cast<bool>(settings["l1"]);
     plan.median = nb::cast<bool>(settings["median"]);
     plan.l2_max = nb::cast<bool>(settings["l2_max"]);
+    plan.of_mean = nb::cast<bool>(settings["of_mean"]);
     plan.squared = nb::cast<bool>(settings["squared"]);
     plan.only_sum = nb::cast<bool>(settings["only_sum"]);
     std::vector<nb::object> keep;

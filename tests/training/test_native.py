@@ -120,6 +120,8 @@ PLANS = {
     "median": {"clip": "layer", "bound_rule": "median", **GAUSS},
     "median flat": {"clip": "flat", "bound_rule": "median", **GAUSS},
     "l2-max": {"clip": "layer", "sensitivity": "l2-max", **GAUSS},
+    "l2-max of the mean": {"clip": "layer", "sensitivity": "l2-max-mean", **GAUSS},
+    "l2-max of the mean, flat": {"clip": "flat", "sensitivity": "l2-max-mean", **GAUSS},
     "l2-max flat example": {"clip": "flat", "sensitivity": "l2-max", "noise_on": "example", **GAUSS},
     "mean": {"clip": "layer", "noise_on": "mean", **GAUSS},
     "noise only": dict(GAUSS),

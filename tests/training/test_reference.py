@@ -86,7 +86,18 @@ def test_noise_is_the_stream_times_the_sensitivity(changes, sensitivity):
     assert result.noise_scale[0] == pytest.approx(0.7 * sensitivity)
 
 
-@pytest.mark.parametrize(("sensitivity", "noised"), [("bound", True), ("l2-max", False)])
+def test_l2_max_of_the_mean_is_the_norm_of_the_clipped_sum_over_the_batch():
+    case, work = line(*HAND), client([[0, 1]])
+    gradients = [2 * (case.x[row] @ np.array([1.0, 0.0]) - case.y[row]) * case.x[row] for row in (0, 1)]
+    clipped = sum(g * min(1.0, 5 / np.linalg.norm(g)) for g in gradients)
+    private = one_step(
+        case, clip="layer", bounds=(5.0,), noise="gaussian", multipliers=(0.7,), sensitivity="l2-max-mean"
+    )
+    result = train(reference, case, work, private)
+    assert result.noise_scale[0] == pytest.approx(0.7 * np.linalg.norm(clipped) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("sensitivity", "noised"), [("bound", True), ("l2-max", False), ("l2-max-mean", False)])
 def test_an_empty_batch_gets_noise_only_if_its_scale_does_not_look_at_the_batch(sensitivity, noised):
     case = line(*HAND)
     private = one_step(

@@ -218,7 +218,7 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         clip_norm=clip.norm,
         bounds=tuple(clip.piece(bound, layers) for bound in now.bounds),
         bound_rule="median" if clip.rule.batch else "given",
-        sensitivity="l2-max" if follows_largest else "bound",
+        sensitivity=recipe.scale.name if follows_largest else "bound",
     )
     if not recipe.place.in_steps:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.

@@ -216,11 +216,12 @@ def _in_memory(
 
 
 def clip_gradients(gradients: np.ndarray, layout: Layout, plan: LocalPlan) -> tuple[np.ndarray, float]:
-    """A batch's gradients [B, P] clipped as in the plan's first step, and the largest clipped norm (l2-max)."""
+    """A batch's gradients [B, P] clipped as in the plan's first step, and the norm that noise may follow (l2-max)."""
     clipped, largest = gradients.copy(), 0.0
     for part in layout.layer_slices() if plan.by_layer else (slice(None),):
         norms = np.linalg.norm(gradients[:, part].astype(np.float64), ord=plan.order, axis=1)
         bound = float(np.median(norms)) if plan.by_median else plan.bounds[0]
         clipped[:, part] *= np.minimum(1.0, bound / np.maximum(norms, 1e-30))[:, None].astype(np.float32)
-        largest = max(largest, float(np.minimum(norms, bound).max(initial=0.0)))
+        mean = float(np.linalg.norm(clipped[:, part].astype(np.float64).sum(0))) / plan.expected_batch
+        largest = max(largest, mean if plan.by_mean else float(np.minimum(norms, bound).max(initial=0.0)))
     return clipped, largest

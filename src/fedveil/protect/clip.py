@@ -311,7 +311,8 @@ class Clip(Clipped):
 
 @dataclass(frozen=True)
 class Scale:
-    """What a noise scale is a multiple of: the clip bound, or the batch's largest clipped norm (l2-max)."""
+    """What a noise scale is a multiple of: the clip bound, the batch's largest clipped norm (l2-max), or the largest layer norm
+    of the batch's mean gradient (l2-max-mean), which the papers' algorithm names where their text names the former."""
 
     name: str = "bound"
     unsound: str = ""
@@ -322,5 +323,8 @@ SCALES: dict[str, Scale] = {
     "bound": Scale(),
     "l2-max": Scale(
         "l2-max", "the noise scale is the largest norm of the batch, so it depends on the data and is itself visible", True
+    ),
+    "l2-max-mean": Scale(
+        "l2-max-mean", "the noise scale is the norm of the batch's mean gradient, far below what one example can change", True
     ),
 }

@@ -36,6 +36,8 @@ REASONS: dict[str, str] = {
     "sdp-noise": "noise of sigma·C once on the sum of clipped updates; the mean over more clients carries less of it",
     "central-noise": "noise on the batch sum; the learning rate (0.05) is that of the authors' published code",
     "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
+    "l2max-mean": "S is the largest layer norm of the batch's mean gradient, as a comment of Algorithm 2 has it (\"on the batch "
+    "gradient\"), not of single examples, as the text has it: one of 600 examples nearly always exceeds C, and S = C by the text",
     "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
     "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
     "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare ratios, not milliseconds",

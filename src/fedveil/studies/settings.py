@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +73,7 @@ PLANNED_STEPS = {2: (56, 390.0), 4: (90, 400.0), 6: (119, 400.0), 8: (144, 400.0
 PLANNED_CLIP = 0.2
 
 
-def plain_rate(run: Mapping[str, Any]) -> float:
+def plain_rate(run: Values) -> float:
     """The learning rate of the same run without a clip: a bound below 1 shortens gradients, which the rate makes up for."""
     bound = run.get("clip.bound", 1.0)
     return run["learning_rate"] * (min(1.0, bound) if isinstance(bound, float) else 1.0)

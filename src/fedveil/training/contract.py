@@ -34,7 +34,8 @@ class LocalPlan:
     With another `optimiser` than sgd, g with its further terms (momentum 0) goes through training.optimisers.step instead.
     noise is drawn with noised[l] and nothing else: an engine knows no multiplier and forms no scale. Where the scale follows the
     batch it is noised[l].times(S, batch size) times as wide, S being the largest clipped per-example layer norm of this batch
-    (sensitivity "l2-max"; for flat clipping the largest flat norm) or the median that it is clipped to (bound_rule "median").
+    (sensitivity "l2-max"; for flat clipping the largest flat norm), the largest layer norm of the batch's mean clipped gradient,
+    sum / expected_batch ("l2-max-mean"), or the median that it is clipped to (bound_rule "median").
     An empty batch still gets noise when the scale does not depend on the batch (S = 0 then).
     clip "layer": each layer (weight and bias together) to bounds[l] on its own, norm `clip_norm`.
     clip "flat": the whole gradient to bounds[l].
@@ -72,7 +73,7 @@ class LocalPlan:
     clip_norm: Literal["l1", "l2"] = "l2"
     bounds: tuple[float, ...] = ()  # length steps when clip != "none"
     bound_rule: Literal["given", "median"] = "given"
-    sensitivity: Literal["bound", "l2-max"] = "bound"
+    sensitivity: Literal["bound", "l2-max", "l2-max-mean"] = "bound"
     noised: tuple[Drawing, ...] = ()  # one for each step, on one grid; none: no noise
     proximal: float = 0.0
     penalty: float = 0.0
@@ -117,8 +118,13 @@ class LocalPlan:
 
     @property
     def by_largest(self) -> bool:
-        """Is the noise scaled to the batch's largest clipped norm?"""
-        return self.sensitivity == "l2-max"
+        """Is the noise scaled to the batch's largest clipped norm, of single examples or of their mean?"""
+        return self.sensitivity != "bound"
+
+    @property
+    def by_mean(self) -> bool:
+        """Is it the norm of the batch's mean gradient?"""
+        return self.sensitivity == "l2-max-mean"
 
     @property
     def follows(self) -> bool:

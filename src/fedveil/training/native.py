@@ -208,6 +208,7 @@ def _settings(plan: LocalPlan, size: int) -> dict[str, object]:
         "l1": plan.order == 1,
         "median": plan.by_median,
         "l2_max": plan.by_largest,
+        "of_mean": plan.by_mean,
         "squared": plan.loss == "squared",
         "only_sum": plan.only_sum,
     }

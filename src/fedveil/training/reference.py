@@ -61,6 +61,8 @@ def _client(
         gradients, sizes = _gradients(module, layout, weights, x, y, rows, step, work, plan, parts, figures)
         bounds = _bounds(plan, step, sizes, len(parts))
         total, largest = _clipped_sum(first, gradients, sizes, bounds, plan, parts, figures)
+        if plan.by_mean:
+            largest = max(float(torch.linalg.vector_norm(total[part])) for part in parts) / plan.expected_batch
         if plan.noised:
             followed = np.array([largest] if plan.by_largest else bounds)
             times = plan.noised[step].times(followed if plan.follows else None, len(rows))

@@ -32,6 +32,8 @@ OPTIONS = [
 ]
 NOISY = [
     {"clip": "layer", "sensitivity": "l2-max"},
+    {"clip": "layer", "sensitivity": "l2-max-mean", "noise": "gaussian"},
+    {"clip": "flat", "sensitivity": "l2-max-mean", "noise": "gaussian"},
     {"clip": "flat", "sensitivity": "l2-max"},
     {"clip": "layer", "bound_rule": "median"},
     {"clip": "layer", "bound_rule": "median", "sensitivity": "l2-max"},

@@ -202,6 +202,8 @@ def _stack(
     for step in range(plan.steps):
         batch = _Batch(x, y, rows[step], counts[:, step], widths[:, step], [w.noise_key for w in work], step)
         total, largest, bound_used = _summed(network, batch, plan, norms, weights, shift, scale, most_rows, figures)
+        if plan.by_mean:
+            largest = _mean_norm(network, total, plan)
         if noises is not None:
             times = plan.noised[step].times(_followed(plan, largest, bound_used, clients), counts[:, step, None])
             times = np.broadcast_to(times, (clients, times.shape[-1] if times.ndim else 1))
@@ -271,7 +273,7 @@ def _summed(
             result = network.clipped(own, images, targets, mask, clipping, plan.loss)
             part = result.total if part is None else part.add_(result.total)
             figures.add(chosen, result, mask)
-            if plan.noised and plan.by_largest:
+            if plan.noised and plan.by_largest and not plan.by_mean:
                 largest = result.total.new_zeros(clients, dtype=torch.float64) if largest is None else largest
                 largest[chosen] = torch.maximum(largest[chosen], _largest(result))
             if result.bound is not None and plan.by_median:
@@ -364,7 +366,7 @@ def _clipping(
     plan: LocalPlan, step: int, norms: bool, shift: Tensor | None = None, scale: Tensor | None = None
 ) -> Clipping:
     bound = None if not plan.clips or plan.by_median else plan.bounds[step]
-    wanted = norms or plan.by_largest
+    wanted = norms or (plan.by_largest and not plan.by_mean)
     return Clipping(plan.clip, plan.clip_norm, bound, wanted, shift, scale)
 
 
@@ -374,6 +376,13 @@ def _largest(result: Pass) -> Tensor:
     clipped = result.norms if result.bound is None else torch.minimum(result.norms, result.bound)
     clipped = clipped if result.used is None else clipped * result.used[:, :, None]
     return clipped.amax((1, 2))
+
+
+def _mean_norm(network: Network, total: Tensor, plan: LocalPlan) -> Tensor:
+    """Largest layer norm of each client's mean clipped gradient, [K]."""
+    sums = network.decode(total).double()
+    parts = (slice(None),) if plan.flat else network.layout.layer_slices()
+    return torch.stack([torch.linalg.vector_norm(sums[:, part], dim=1) for part in parts]).amax(0) / plan.expected_batch
 
 
 def _followed(plan: LocalPlan, largest: Tensor | None, bounds: Tensor | None, clients: int) -> np.ndarray | None:
