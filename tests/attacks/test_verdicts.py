@@ -50,6 +50,16 @@ def test_the_best_of_several_attacks_is_shown_with_its_date():
     assert best["attack"] == "gradient cpl" and best["made"].startswith("2026-01-01") and best["attacks"] == 2
 
 
+def test_what_a_models_answers_tell_is_not_called_bounded_by_the_promise():
+    """A decoder redraws any record that is put in, whether it was trained on or not."""
+    decoder = entry({"kind": "decoder", "mse": 0.1, "control_mse": 1.0, "images": True})
+    alone = row_of(verdicts.summary(ROWS, [decoder]), "public")
+    assert alone["attack"] == "decoder" and alone["means"].startswith("No promise about training covers this")
+    guess = entry({"kind": "membership", "methods": {"lira-online": {"auc": 0.51, "auc_interval_all": [0.45, 0.57]}}})
+    both = row_of(verdicts.summary(ROWS, [decoder, guess]), "public")
+    assert both["attack"] == "membership" and both["means"].startswith("Nothing found") and both["attacks"] == 2
+
+
 def test_a_broken_sound_promise_is_a_warning_not_to_use_the_run():
     broken = {"kind": "audit", "observer": "server", "unit": "example", "epsilon_lower": 4.0, "epsilon_promised": 1.5,
               "verdict": "promise broken"}  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedveil.attacks.leakage import measure
-from fedveil.cli import build
+from fedveil.cli import attack, build
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import run as simulate
@@ -84,6 +84,15 @@ def test_the_picture_of_a_resumed_campaign_has_all_recipes(tmp_path, monkeypatch
     assert drawn == [["fed-cdp"], ["non-private", "fed-cdp"], ["non-private", "fed-cdp"]]
     resumed, whole = ((tmp_path / folder / "gradient.png").read_bytes() for folder in ("resumed", "whole"))
     assert resumed == whole
+
+
+def test_each_tap_has_a_table_of_its_own_and_labels_stand_beside_guesses_for_others(capsys):
+    """A table once called what a server sees by the name of the first tap, a client's memory."""
+    row = json.loads(call("attack", "--recipe", "non-private", "--dataset", "digits", "--victims", 4, "--json").stdout)
+    attack._show_gradients([row, {**row, "tap": "type0", "victims": 3, "label_accuracy": 0.625, "label_control": 0.5}])
+    said = capsys.readouterr().out
+    assert "on type2, digits, 4 victims" in said and "on type0, digits, 3 victims" in said
+    assert "0.625" in said and "(0.50)" in said
 
 
 def test_the_text_says_how_many_attacks_failed_numerically(monkeypatch):

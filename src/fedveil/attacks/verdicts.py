@@ -23,6 +23,7 @@ TAPS = {
     "type0": "server",
     "type0-sanitised": "participants",
 }
+OF_OUTPUTS = ("attribute", "decoder")  # they read a record off what the model answers when it is put in, trained on or not
 SEATS = {
     "client-process": "inside a client",
     "server": "the server",
@@ -180,6 +181,13 @@ def meaning(promised: float | None, verdict: str, got: float, result: Mapping[st
             if verdict == "sound"
             else "The number printed here does not hold."
         )
+    if result.get("kind") in OF_OUTPUTS:
+        return (
+            "No promise about training covers this: whoever sees what the model answers for a record learns about that record. "
+            "Keep answers as private as records."
+            if got > 0
+            else "What the model answers for a record gives no more than guessing away."
+        )
     if verdict == "sound":
         if result.get("kind") == "audit" and result.get("verdict") == "not enough evidence":
             return "Nothing contradicts the promise, but this is too little to tell; next: fedveil audit RUN --plan."
@@ -223,7 +231,8 @@ def _best(held: Document, entries: Sequence[Mapping[str, Any]]) -> JsonObject:
             "attacks": 0,
         }
     scored = [(*strength(entry["result"]), entry) for entry in entries]
-    got, words, entry = max(scored, key=lambda one: one[0])
+    # What can be read off a model's answers is about no training row: it stands there only if nothing else was tried.
+    got, words, entry = max(scored, key=lambda one: (one[2]["result"].get("kind") not in OF_OUTPUTS, one[0]))
     result = entry["result"]
     name = " ".join(str(result[k]) for k in ("kind", "method") if result.get(k))
     return {

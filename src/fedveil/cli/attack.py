@@ -257,16 +257,26 @@ def audit(
 
 
 def _show_gradients(rows: list[Document]) -> None:
+    """One table for each tap: what was seen there, how many victims and how large a batch differ."""
+    for tap in dict.fromkeys(row["tap"] for row in rows):
+        _show_tap([row for row in rows if row["tap"] == tap])
+
+
+def _labels_read(row: Document) -> str:
+    """Labels read, and in parentheses what the same guesses read of other victims."""
+    others = row.get("label_control")
+    return figure(row["label_accuracy"], 3) + ("" if others is None else f" ({figure(others, 2)})")
+
+
+def _show_tap(rows: list[Document]) -> None:
     from fedveil.attacks.verdicts import things_of
 
-    if not rows:
-        return
     first = rows[0]
-    columns = ["recipe", "round", "success", "papers'", "labels", "RMSE", "SSIM", "steps", "CPU s"]
+    columns = ["recipe", "round", "success", "papers'", "labels (others')", "RMSE", "SSIM", "steps", "CPU s"]
     body = [
         [
             row["recipe"], str(row["round"]), figure(row["success_rate"], 3), figure(row["success_rate_papers"], 3),
-            figure(row["label_accuracy"], 3), figure(row["rmse"], 3), figure(row["ssim"], 3),
+            _labels_read(row), figure(row["rmse"], 3), figure(row["ssim"], 3),
             figure(row["iterations"], 3), figure(row["cpu_seconds_per_victim"], 2),
         ]
         for row in rows
