@@ -95,7 +95,7 @@ def test_none_of_200_honest_runs_is_stopped():
     assert stopped == {}
 
 
-@pytest.mark.parametrize("hidden", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("hidden", [4, 8, 16, 24, 32, 64])
 def test_layers_of_few_units_that_noise_has_switched_off_are_honest(hidden):
     """2,000 draws of each width; of four units all are off in about one of 16, and honest federations were stopped by that."""
     net = nets.build("papers-mlp", shape=(2,), classes=2, seed=0, hidden=(hidden,))

@@ -39,6 +39,9 @@ from fedveil.training.contract import SGD
 PROBES = 256
 
 
+FALSE_ALARM = 1e-6  # of one look at one layer of noise
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a policy allows. The defaults stopped none of 200 honest runs (docs/attacks.md)."""
@@ -143,9 +146,20 @@ def _activity(
 
 
 def least_active(units: int, limits: Limits = Limits()) -> float:
-    """The share of units that must be on. Noise alone turns each of a layer's units off as often as on, so few units may all
-    be off by chance: by Hoeffding's inequality an honest layer of noise is below this with probability 1e-6 at most."""
-    return min(limits.least_active, 0.5 - math.sqrt(math.log(1e6) / (2 * units)))
+    """The share of units that must be on; 0 where all of them may be off by chance.
+
+    Noise alone turns each of a layer's units off as often as on. By Bentkus (2004) the sum of n such shares is at most x with
+    probability e P(Bin(n, 1/2) <= x), log-linear between integers: an honest layer of noise is refused once in a million
+    looks at most. Layers of fewer than 22 units are never refused for this."""
+    if units > 1000:
+        return limits.least_active
+    tails = np.cumsum([math.comb(units, k) / 2.0**units for k in range(units // 2 + 1)])
+    rare = math.e * tails <= FALSE_ALARM
+    if not rare.any():
+        return 0.0
+    k = int(np.flatnonzero(rare)[-1])
+    part = math.log(FALSE_ALARM / (math.e * tails[k])) / math.log(tails[k + 1] / tails[k])
+    return min(limits.least_active, (k + min(part, 1.0)) / units)
 
 
 def allowed_change(

@@ -68,6 +68,24 @@ def test_every_malicious_model_is_stopped_by_its_structure_and_as_a_first_model(
     assert first_model(sent, plain.initial)
 
 
+@pytest.mark.parametrize("units", [32, 48])
+def test_malicious_models_of_few_units_are_stopped_by_their_structure_too(units):
+    small = attack.stage("non-private", "digits", bins=units, batch=32, clients=2, seed=1)
+    for name, sent in malicious(small).items():
+        assert structure(sent, small.task.module, small.task.layout, small.dataset.shape), name
+
+
+def test_a_trap_of_fewer_units_than_noise_may_switch_off_gives_little_back_and_is_no_first_model():
+    """Of 16 units all are off by chance once in 65,536 layers of noise: activity cannot tell a trap from that."""
+    small = attack.stage("non-private", "digits", bins=16, batch=32, clients=2, seed=1)
+    task, sent = small.task, malicious(small)["trap"]
+    assert first_model(sent, small.initial)
+    rows = np.asarray(small.partition.rows(0))[:32]
+    seen = view(task, start(task, sent), "type0", 0, rows=rows).values[0]
+    candidates = np.clip(models.read_units(seen, task.layout), 0, 1)
+    assert (attack.nearest(candidates, task.x[rows].reshape(32, -1)) < 0.01).sum() <= 8
+
+
 def test_the_honest_model_passes(plain):
     task = plain.task
     assert not structure(plain.initial, task.module, task.layout, plain.dataset.shape)
