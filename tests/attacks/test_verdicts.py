@@ -60,6 +60,17 @@ def test_what_a_models_answers_tell_is_not_called_bounded_by_the_promise():
     assert both["attack"] == "membership" and both["means"].startswith("Nothing found") and both["attacks"] == 2
 
 
+def test_the_next_step_names_seats_that_nothing_was_tried_from_and_no_others():
+    client = {"observer": "server", "unit": "client", "epsilon": 3.0, "verdict": "sound"}
+    audit = {"kind": "audit", "observer": "server", "unit": "client", "epsilon_lower": 0.0, "epsilon_promised": 3.0,
+             "verdict": "promise holds"}  # fmt: skip
+    said = verdicts.next_step(verdicts.summary([*ROWS, client], [entry(audit)])["rows"], "RUN")
+    assert "whoever gets the model" in said and "the server" not in said
+    after_all = [entry(audit), entry({"kind": "membership", "methods": {"rmia": {"auc": 0.5, "auc_interval_all": [0.4, 0.6]}}})]
+    others = {"observer": "participants", "unit": "example", "epsilon": 3.0, "verdict": "sound"}
+    assert verdicts.next_step(verdicts.summary([*ROWS, client, others], after_all)["rows"], "RUN") == ""
+
+
 def test_a_broken_sound_promise_is_a_warning_not_to_use_the_run():
     broken = {"kind": "audit", "observer": "server", "unit": "example", "epsilon_lower": 4.0, "epsilon_promised": 1.5,
               "verdict": "promise broken"}  # fmt: skip

@@ -265,7 +265,11 @@ def worth_showing(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def next_step(rows: Iterable[Mapping[str, Any]], run: object) -> str:
     """What to try where a promise stands that nothing was tried against; "" if there is no such seat."""
-    left = dict.fromkeys(SEATS[row["seat"]] for row in worth_showing(rows) if row["attack"] is None)
+    shown = worth_showing(rows)
+    tried = {row["seat"] for row in shown if row["attack"] is not None}
+    if "public" in tried:
+        tried.add("participants")  # most runs hand nothing on to them but the model
+    left = dict.fromkeys(SEATS[row["seat"]] for row in shown if row["seat"] not in tried)
     if not left:
         return ""
     return f"Nothing was tried yet from these seats: {', '.join(left)}. `fedveil attack {run} --kind all` tries every attack."
