@@ -127,3 +127,11 @@ def test_work_goes_on_when_its_reader_goes():
         for word in ("first", "second"):
             print(word, file=stream, flush=True)  # a plain stream raises BrokenPipeError here
         stream.detach()
+
+
+def test_mistakes_on_the_command_line_are_caught_whichever_click_typer_brings():
+    import typer
+
+    for words in (["rum"], ["run", "fed-cdp", "--rounds", "3"], ["run"], ["epsilon", "--steps", "x"], []):
+        with pytest.raises(cli.errors.ClickException):
+            typer.main.get_command(cli.build()).main(words, prog_name="fedveil", standalone_mode=False)

@@ -7,14 +7,16 @@ import io
 import os
 import stat
 import sys
+from types import ModuleType
 from typing import Annotated, Any, NoReturn, TextIO
 
-import click
 import typer
 
 from fedveil.errors import UserError
 from fedveil.privacy.ledger.entries import BudgetExceeded
 
+# Typer's own copy of click where it has one, else the package: what its parser raises comes from there.
+errors: ModuleType = sys.modules[typer.BadParameter.__module__]
 GROUPS = ("fit", "privacy", "data", "run", "demo", "plan", "attack", "report", "reproduce", "flower")
 
 
@@ -85,12 +87,17 @@ def main() -> None:
     try:
         code = typer.main.get_command(build()).main(prog_name="fedveil", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.NoSuchOption as wrong:
-        _end(_key_instead(wrong) or wrong.format_message())
-    except click.ClickException as wrong:
-        wrong.show()
-        sys.exit(wrong.exit_code)
-    except click.Abort:
+    except errors.NoSuchOption as wrong:
+        _end(_key_instead(wrong.option_name) or wrong.format_message())
+    except errors.ClickException as wrong:
+        context = getattr(wrong, "ctx", None)
+        if type(wrong).__name__ == "NoArgsIsHelpError":  # nothing was asked for: the help is the answer
+            wrong.show()
+            sys.exit(wrong.exit_code)
+        said = " ".join(wrong.format_message().split()).rstrip(".")
+        said += "" if said.endswith("?") else "."
+        _end(said + (f" `{context.command_path} -h` shows how." if context is not None else ""))
+    except errors.Abort:
         sys.exit(1)
     except (UserError, BudgetExceeded) as wrong:
         _end(str(wrong))
@@ -105,15 +112,15 @@ def main() -> None:
         sys.exit(130)
 
 
-def _key_instead(wrong: click.exceptions.NoSuchOption) -> str:
+def _key_instead(option: str) -> str:
     """What to write where a key of the configuration was given as an option."""
     from fedveil.federation.config import RunConfig
     from fedveil.protect.recipe import KEYS
 
-    key = wrong.option_name.lstrip("-").replace("-", "_")
+    key = option.lstrip("-").replace("-", "_")
     if key not in RunConfig.model_fields and key not in KEYS:
         return ""
-    return f"{wrong.option_name} is no option: it is a key of the configuration, so write --set {key}=VALUE"
+    return f"{option} is no option: it is a key of the configuration, so write --set {key}=VALUE"
 
 
 def _end(message: str) -> NoReturn:
