@@ -49,6 +49,50 @@ def test_the_compose_file_starts_commands_that_exist() -> None:
         assert found.returncode == 0, (name, found.stderr)
 
 
+def instructions(text: str) -> list[tuple[str, list[str]]]:
+    """A container file's instructions with their words; lines that end with a backslash go on."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    whole = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.split()[1:]) for line in whole]
+
+
+def test_the_container_file_copies_what_there_is_and_ends_without_rights_or_telemetry() -> None:
+    """What a linter would say, as far as it matters here; nothing is built."""
+    top = DEPLOY.parent
+    found = instructions((DEPLOY / "Containerfile").read_text())
+    known = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME", "ENTRYPOINT", "CMD"}
+    assert found[0][0] == "FROM" and {name for name, _ in found} <= known
+    stages = [words[2] for name, words in found if name == "FROM" and len(words) == 3]
+    let_in = {line[1:] for line in (top / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name, words in found:
+        if name == "COPY" and words[0].startswith("--from="):
+            assert words[0].removeprefix("--from=") in stages
+        elif name == "COPY":
+            assert all((top / source).exists() and source in let_in for source in words[:-1]), words
+        if name == "RUN" and "apt-get" in words:
+            assert "--no-install-recommends" in words and "/var/lib/apt/lists/*" in words
+        if name == "FROM":
+            assert ":" in words[0] and not words[0].endswith(":latest")
+    assert {"pyproject.toml", "CMakeLists.txt", "src", "README.md", "LICENSE"} <= let_in  # what the build reads
+    last = found[max(n for n, (name, _) in enumerate(found) if name == "FROM") :]
+    assert [words for name, words in last if name == "USER"][-1] == ["fedveil"]
+    settings = [word for name, words in last if name == "ENV" for word in words]
+    assert {"FLWR_TELEMETRY_ENABLED=0", "FLWR_DISABLE_UPDATE_CHECK=1"} <= set(settings)
+    assert [words for name, words in last if name == "ENTRYPOINT"] == [['["fedveil"]']]
+
+
+def test_the_compose_files_parts_have_no_rights_and_wait_for_their_papers() -> None:
+    yaml = pytest.importorskip("yaml")
+    file = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in file["services"].items():
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert "ports" not in service and "privileged" not in service, name
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+        assert all(volume.split(":")[0] in file["volumes"] for volume in service["volumes"])
+        assert set(service.get("depends_on", {})) <= set(file["services"])
+        assert name == "papers" or "papers" in service["depends_on"]
+
+
 @pytest.mark.slow
 @pytest.mark.flower
 def test_the_trial_runs_as_supervised_processes_and_survives_a_kill(tmp_path: Path) -> None:

@@ -238,10 +238,11 @@ def main() -> int:
     parse.add_argument("--count", type=int, default=3, help="kills")
     parse.add_argument("--minutes", type=float, default=60.0, help="begin no game after so many minutes")
     parse.add_argument("--state", type=Path)
+    parse.add_argument("--first", type=int, default=0, help="number of the first game, where several share the work")
     parse.add_argument("--keep", type=Path, help="keep the folder of a game that went wrong below this one")
     given = parse.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the game's processes first
-    state: dict[str, Any] = {"next": 0, "counts": {}, "failures": []}
+    state: dict[str, Any] = {"next": given.first, "counts": {}, "failures": []}
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text())
     counts, failures, number = Counter(state["counts"]), list(state["failures"]), int(state["next"])

@@ -114,6 +114,8 @@ def init(
     def show() -> None:
         print(f"{folder}: {read.recipe} on {read.dataset}, {read.clients} clients, {read.rounds} rounds.")
         print(f"Try it here:  fedveil flower up --nodes {read.clients}   then   fedveil flower run {folder}")
+        if read.clients > FEW:
+            print(f"              (each node takes half a gigabyte; fewer: the same command with --set clients={FEW})")
         print("Real hosts:   docs/deploy.md")
 
     emit(found, as_json, show)
@@ -295,6 +297,7 @@ def run(
         raise typer.Exit(1)
 
 
+FEW = 8  # nodes that any machine can try out
 FAILED, COMPLETED = "finished:failed", "finished:completed"
 
 

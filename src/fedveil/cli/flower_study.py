@@ -231,8 +231,8 @@ def accept(
         return
     made = onboard.accept(file, home, data)
     print(f"Send back: {made.answer}. The keys stay in {home}.")
-    print(f"Then start:\n  fedveil flower trainer {home}/trainer.sock --node-config '{made.node_config}'")
-    print(f"  fedveil flower node --home {home}")
+    print(f"Then start:  fedveil flower node --home {home}")
+    print(f"(trainer and SuperNode. Under two accounts, see docs/deploy.md; the trainer's settings are in {home}/node-config)")
 
 
 def admit(
