@@ -97,7 +97,7 @@ def main() -> None:
         said = " ".join(wrong.format_message().split()).rstrip(".")
         said += "" if said.endswith("?") else "."
         _end(said + (f" `{context.command_path} -h` shows how." if context is not None else ""))
-    except errors.Abort:
+    except typer.Abort:
         sys.exit(1)
     except (UserError, BudgetExceeded) as wrong:
         _end(str(wrong))
