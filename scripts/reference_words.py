@@ -56,6 +56,7 @@ PROMISE: dict[str, str] = {
     "device": "no",
     "secure_noise": "yes: only then the promise holds for this very run",
     "evaluate_every": "no",
+    "metrics": "no",
     "checkpoint_every": "no",
     "diagnostics": "no: they stay in `private.jsonl`, which must not be shared",
     "report": "no",

@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
@@ -37,6 +37,7 @@ from fedveil.privacy import checks
 from fedveil.protect.catalogue import catalogue, get
 from fedveil.protect.recipe import Recipe, with_changes
 from fedveil.training.evaluate import evaluate, outputs
+from fedveil.training.metrics import Metric
 
 
 @contextmanager
@@ -84,11 +85,14 @@ class Result:
             found = outputs(self.module, flatten(self.module), self._inputs(np.asarray(x))).numpy()
         return found.reshape(len(found)) if self.accuracy is None else found.argmax(1)
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
-        """Accuracy and loss, or RMSE and MAE, on new rows. From private rows these figures carry no noise: keep them."""
+    def evaluate(
+        self, x: np.ndarray, y: np.ndarray, metrics: Sequence[str | Metric] = ()
+    ) -> dict[str, float | None]:
+        """Accuracy and loss, or RMSE and MAE, on new rows, and further `metrics`: "auc", "f1", "balanced_accuracy", or functions
+        of (outputs, truth). From private rows these figures carry no noise: keep them."""
         loss = "squared" if self.accuracy is None else "cross-entropy"
         with trusting_code():
-            return evaluate(self.module, flatten(self.module), self._inputs(np.asarray(x)), np.asarray(y), loss)
+            return evaluate(self.module, flatten(self.module), self._inputs(np.asarray(x)), np.asarray(y), loss, metrics)
 
     def report(self, path: str | Path | None = None) -> Path:
         """Write the run's HTML page (default: report.html in its folder) and return where it is."""

@@ -178,6 +178,10 @@ def _show(result: Document) -> None:
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
     quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
     print(f"{result['recipe']} on {result['dataset']}: {quality} after {result['rounds']} rounds")
+    known = ("test_accuracy", "test_loss", "test_rmse", "test_mae")
+    more = [f"{k.removeprefix('test_')} {figure(v)}" for k, v in result.items() if k.startswith("test_") and k not in known]
+    if more:
+        print(", ".join(more))
     if result.get("judgement"):
         print(f"The model is {result['judgement']}.")
     print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")

@@ -140,6 +140,9 @@ class RunConfig(BaseModel):
     device: str = "cpu"
     secure_noise: bool = Field(False, description="noise and sampling from the operating system's entropy")
     evaluate_every: int = Field(1, ge=1)
+    metrics: tuple[str, ...] = Field(
+        (), description="further figures on the test rows: auc, f1, balanced_accuracy (classes), or package.module:function"
+    )
     checkpoint_every: int = Field(10, ge=1)
     diagnostics: bool = Field(True, description="record private diagnostics (norms, losses)")
     report: bool = True

@@ -57,7 +57,7 @@ from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
 from fedveil.protect.tally import paid_release
-from fedveil.training import pool
+from fedveil.training import metrics, pool
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
 from fedveil.training.evaluate import evaluate, outputs
@@ -138,6 +138,7 @@ def _prepared(
     module = _model(config, dataset, module)
     notes: tuple[str, ...] = dataset.notes
     task = _task(config, recipe, dataset, dealt, module, root)
+    metrics.check(config.metrics, task.loss == "squared")
     if config.client_epsilons or config.calibrate:
         from fedveil.federation.harmonize import harmonize
 
@@ -776,7 +777,7 @@ def record_round(
     stop = ""
     if _evaluated(config, state):
         weights = model_weights(state)
-        found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
+        found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss, config.metrics)
         line |= {f"test_{name}": value for name, value in found.items()}
         if data.x_validation is not None and data.y_validation is not None:
             public = evaluate(task.module, weights, data.x_validation, data.y_validation, task.loss)
@@ -808,7 +809,7 @@ def finish(
     if state.round and state.round not in store.checkpoints(folder / "checkpoints"):
         store.save_checkpoint(folder / "checkpoints", state, ledger.head)
     save_model(folder / "model.safetensors", weights, task.layout)
-    found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss)
+    found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss, config.metrics)
     result = {
         "recipe": task.recipe.name,
         "dataset": config.dataset,
@@ -824,7 +825,7 @@ def finish(
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
         "forecast": forecast(prepared),
     }
-    result |= {f"test_{k}": found[k] for k in ("rmse", "mae") if k in found}
+    result |= {f"test_{k}": v for k, v in found.items() if k not in ("accuracy", "loss", "r2")}
     result["r2"] = found.get("r2")
     result["learned"], result["judgement"] = judgement(task, weights, data)
     store.write_json(folder / "result.json", result)

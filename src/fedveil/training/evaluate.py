@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from fedveil.models.layout import load
+from fedveil.training.metrics import Metric, chosen, figures
 
 
 def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 64) -> torch.Tensor:
@@ -35,13 +37,19 @@ def _images_last(rows: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate(
-    module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray, loss: str
+    module: nn.Module, weights: np.ndarray, x: np.ndarray, y: np.ndarray, loss: str, more: Sequence[str | Metric] = ()
 ) -> dict[str, float | None]:
-    """Accuracy and loss, or RMSE, MAE and R² for regression (accuracy is then None). Non-finite becomes None."""
+    """Accuracy and loss, or RMSE, MAE and R² for regression (accuracy is then None), and further `metrics`. Non-finite becomes
+    None."""
     out = outputs(module, weights, x).double()
-    truth = torch.as_tensor(y)
+    values = out.reshape(len(y)) if loss == "squared" else out
+    found = figures(chosen(more, loss == "squared"), values.numpy(), np.asarray(y)) if more else {}
+    return {**_usual(out, torch.as_tensor(y), loss), **found}
+
+
+def _usual(out: torch.Tensor, truth: torch.Tensor, loss: str) -> dict[str, float | None]:
     if loss == "squared":
-        error = out.reshape(len(y)) - truth.double()
+        error = out.reshape(len(truth)) - truth.double()
         spread = (truth.double() - truth.double().mean()).square().mean().item()
         found = {"rmse": error.square().mean().sqrt().item(), "mae": error.abs().mean().item()}
         found["r2"] = 1 - found["rmse"] ** 2 / spread if spread > 0 else math.nan
