@@ -20,7 +20,7 @@ from fedveil.errors import UserError
 from fedveil.federation import loop
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.store import open_run
-from fedveil.flower import client_app, wire
+from fedveil.flower import client_app, server, wire
 from fedveil.flower import node as nodes
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
@@ -370,6 +370,32 @@ def test_server_noise_keeps_its_scale_when_few_arrive(tmp_path: Path) -> None:
     assert told(tmp_path / "run")[0]["arrived"] == 1
     charged = Ledger.read(tmp_path / "run/ledger.jsonl")
     assert charged.participations().tolist() == [1, 1, 1, 1]
+
+
+def test_the_log_tells_neither_who_came_nor_how_many_where_the_promise_keeps_that_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's log is served by the SuperLink to whoever may ask for it."""
+    said: list[str] = []
+    monkeypatch.setattr(server, "_say", said.append)
+
+    def breaks(node: int, message: Message, reply: Message) -> list[Message]:
+        lost = message.metadata.message_type == "train" and node == 100
+        return [Message(Error(code=1, reason="gone"), reply_to=message) if lost else reply]
+
+    config = config_of("fed-sdp", rounds=2, cohort_size=4.0, protect={"sigma": 2.0})
+    federate(tmp_path, config, breaks)
+    rounds = [line for line in said if line.startswith("round ")]
+    assert len(rounds) == 2 and not any(word in "".join(rounds) for word in ("clients", "arrived", "client 2", "error"))
+    assert all(line["reasons"] for line in told(tmp_path / "run"))
+
+    def nobody(node: int, message: Message, reply: Message) -> list[Message]:
+        return [] if message.metadata.message_type == "train" else [reply]
+
+    with pytest.raises(UserError, match="too few usable replies") as stopped:
+        (tmp_path / "b").mkdir()
+        federate(tmp_path / "b", config_of("fed-sdp", rounds=9, cohort_size=2.0), nobody)
+    assert "client" not in str(stopped.value)
 
 
 def test_a_round_with_an_empty_cohort_is_charged_like_any_other(tmp_path: Path) -> None:

@@ -194,16 +194,21 @@ def serve(
             following, facts, reasons = play(
                 grid, prepared, ledger, state, now, clients, crowd, options, parties
             )
-            _say(f"round {following.round}/{config.rounds}: {facts}" + "".join(f"\n  {r}" for r in reasons))
+            public, private = _kept_apart(task, facts)
+            if private:  # the run's log is read on any host
+                private, reasons = {**private, "reasons": list(reasons)}, ()
+            _say(f"round {following.round}/{config.rounds}: {public}" + "".join(f"\n  {r}" for r in reasons))
             skipped = skipped + 1 if facts.get("skipped") else 0
             if skipped >= options.patience:
                 # The round before this one is in the last checkpoint; this one stays charged.
-                why = "; ".join(reasons) or "no node answered in time"
+                if private:
+                    store.append_line(folder / "private.jsonl", {"round": following.round, "private": True, **private})
+                few = "too few" if private else f"fewer than {least_of(task, now, clients, options)}"
+                why = "; ".join(reasons) or ("private.jsonl has the reasons" if private else "no node answered in time")
                 raise UserError(
-                    f"stopped after round {following.round}: {skipped} rounds in a row had fewer than "
-                    f"{least_of(task, now, clients, options)} usable replies ({why}). The run is intact: run again to continue"
+                    f"stopped after round {following.round}: {skipped} rounds in a row had {few} usable replies ({why}). The run is "
+                    "intact: run again to continue"
                 )
-            public, private = _kept_apart(task, facts)
             return following, public, private
 
         state, stop = loop.play(prepared, folder, ledger, state, turn, moment=moment, on_round=on_round)
@@ -471,9 +476,12 @@ def ready(
         if there >= least:
             return crowd
         if time.monotonic() > until:
+            secret = prepared.task.recipe.place.scope == "everyone"
+            few = "too few" if secret else f"only {there} of {len(clients)}"
+            needed = "" if secret else f", at least {least} are needed"
             raise UserError(
-                f"round {now.number}: only {there} of {len(clients)} nodes of the cohort are there after {options.join:g} s, "
-                f"at least {least} are needed. Nothing was charged for this round; run again to continue"
+                f"round {now.number}: {few} nodes of the cohort are there after {options.join:g} s{needed}. Nothing was charged "
+                "for this round; run again to continue"
             )
         time.sleep(options.poll)
 
