@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -194,35 +194,38 @@ def serve(
             following, facts, reasons = play(
                 grid, prepared, ledger, state, now, clients, crowd, options, parties
             )
-            public, private = _kept_apart(task, facts)
-            if private:  # the run's log is read on any host
-                private, reasons = {**private, "reasons": list(reasons)}, ()
-            _say(f"round {following.round}/{config.rounds}: {public}" + "".join(f"\n  {r}" for r in reasons))
+            public, private = _kept_apart(task, facts, reasons)
+            told = () if private else reasons  # the run's log is read on any host
+            _say(f"round {following.round}/{config.rounds}: {public}" + "".join(f"\n  {r}" for r in told))
             skipped = skipped + 1 if facts.get("skipped") else 0
             if skipped >= options.patience:
-                # The round before this one is in the last checkpoint; this one stays charged.
-                if private:
-                    store.append_line(folder / "private.jsonl", {"round": following.round, "private": True, **private})
-                few = "too few" if private else f"fewer than {least_of(task, now, clients, options)}"
-                why = "; ".join(reasons) or ("private.jsonl has the reasons" if private else "no node answered in time")
-                raise UserError(
-                    f"stopped after round {following.round}: {skipped} rounds in a row had {few} usable replies ({why}). The run is "
-                    "intact: run again to continue"
-                )
+                least = least_of(task, now, clients, options)
+                _stop(folder, following.round, skipped, least, reasons, private)
             return following, public, private
 
         state, stop = loop.play(prepared, folder, ledger, state, turn, moment=moment, on_round=on_round)
         return loop.finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
-def _kept_apart(task: Task, facts: JsonObject) -> tuple[JsonObject, JsonObject]:
+def _kept_apart(task: Task, facts: JsonObject, reasons: tuple[str, ...]) -> tuple[JsonObject, JsonObject]:
     """Public and private facts: where a promise counts on a secret cohort, nothing public may tell who or how many came."""
     if task.recipe.place.scope != "everyone":
         return facts, {}
     public = {"sigma", "bound", "learning_rate", "skipped"}
-    return {k: v for k, v in facts.items() if k in public}, {
-        k: v for k, v in facts.items() if k not in public
-    }
+    secret = {k: v for k, v in facts.items() if k not in public}
+    return {k: v for k, v in facts.items() if k in public}, {**secret, "reasons": list(reasons)}
+
+
+def _stop(folder: Path, number: int, skipped: int, least: int, reasons: tuple[str, ...], private: JsonObject) -> NoReturn:
+    """End a run whose nodes do not answer. The round before this one is in the last checkpoint; this one stays charged."""
+    few, why = f"fewer than {least}", "; ".join(reasons) or "no node answered in time"
+    if private:
+        store.append_line(folder / "private.jsonl", {"round": number, "private": True, **private})
+        few, why = "too few", "private.jsonl has the reasons"
+    raise UserError(
+        f"stopped after round {number}: {skipped} rounds in a row had {few} usable replies ({why}). The run is intact: run "
+        "again to continue"
+    )
 
 
 def _play(
