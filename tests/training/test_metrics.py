@@ -8,6 +8,8 @@ from sklearn import metrics as oracle
 
 import fedveil as fv
 from fedveil.errors import UserError
+from fedveil.federation.config import load_config
+from fedveil.federation.store import refuse_named_code
 from fedveil.training import metrics
 
 
@@ -80,3 +82,10 @@ def test_a_run_measures_what_it_is_asked_to_in_every_round_and_at_its_end(tmp_pa
     assert result.facts["test_auc"] > 0.9 and result.facts["test_half"] == 0.5
     lines = fv.open_run(tmp_path / "run").metrics
     assert [set(line) >= {"test_auc", "test_f1", "test_half"} for line in lines] == [True, True]
+
+
+def test_a_configuration_that_names_a_function_needs_the_users_word():
+    config = load_config("digits-start", [f"metrics=['{__name__}:half']"])
+    with pytest.raises(UserError, match="--trust-code"):
+        refuse_named_code(config, trust=False)
+    refuse_named_code(config, trust=True)

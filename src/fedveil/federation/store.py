@@ -336,6 +336,7 @@ def names_code(config: RunConfig) -> str:
     found = [name for name in (config.dataset, config.model) if ":" in name and not Path(name).is_file()]
     found += re.findall(r"(?:^backbone:|\bmodule=)([\w.]+:\w+)", config.features or "")
     found += [config.recipe] if named_code(config.recipe) else []
+    found += [name for name in config.metrics if ":" in name]
     return found[0] if found else ""
 
 
