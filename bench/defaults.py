@@ -135,18 +135,20 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name in NAMES:
-        if f"{name}:without" not in found:
+        if not any(key.startswith(f"{name}:") for key in found):
             continue
-        plain = found[f"{name}:without"]["score"]
+        plain = found.get(f"{name}:without", {}).get("score")
         cells = []
         for observer in ("sum", "server"):
             for budget in BUDGETS:
                 line = found.get(f"{name}:{budget:g}:{observer}")
-                cells.append("" if line is None else f"{line['score']:.3f} ({line['score'] / plain:.0%})")
-        some = next((found[k].get("features") for k in found if k.startswith(f"{name}:") and found[k].get("features")), "")
+                share = "" if line is None or plain is None else f" ({line['score'] / plain:.0%})"
+                cells.append("" if line is None else f"{line['score']:.3f}{share}")
+        some = found.get(f"{name}:4:sum", {}).get("features") or ""
         shown = name + (f" ({TARGETS[name]})" if name in TARGETS else "")
         shown += " (R²)" if CATALOGUE[name].task == "regression" else ""
-        lines.append(f"| {shown} | {plain:.3f} | {' | '.join(cells)} | {str(some).partition(',')[0]} |")
+        told = "not run" if plain is None else f"{plain:.3f}"
+        lines.append(f"| {shown} | {told} | {' | '.join(cells)} | {str(some).partition(',')[0]} |")
     return "\n".join(lines)
 
 
