@@ -24,5 +24,5 @@ cd "$root"
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so) $($compiler -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   PYTHONPATH="$work/package" OMP_NUM_THREADS=1 \
-  "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/training/test_native.py tests/training/test_native_graphs.py tests/protect/test_noise.py tests/protect/test_exact.py tests/secure_sum/test_pieces.py tests/attacks/leakage/test_kernels.py "$@"
+  "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/training/test_native.py tests/training/test_native_graphs.py tests/training/test_products.py tests/protect/test_noise.py tests/protect/test_exact.py tests/secure_sum/test_pieces.py tests/attacks/leakage/test_kernels.py "$@"
 echo "AddressSanitizer and UndefinedBehaviorSanitizer: clean"

@@ -140,62 +140,6 @@ void product(const Product& whole, int rows, int vectors) {
     }
 }
 
-#if defined(__AVX512F__)
-template <int S>
-inline void exchange(V* v) {  // swap the off-diagonal blocks of size S
-    __m512i low, high;
-    alignas(64) int32_t a[16], b[16];
-    for (int i = 0; i < 16; ++i) {
-        a[i] = (i & S) ? 16 + (i ^ S) : i;
-        b[i] = (i & S) ? 16 + i : i ^ S;
-    }
-    low = _mm512_load_si512(a), high = _mm512_load_si512(b);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-        if (!(i & S)) {
-            const __m512 x = __m512(v[i]), y = __m512(v[i + S]);
-            v[i] = V(_mm512_permutex2var_ps(x, low, y));
-            v[i + S] = V(_mm512_permutex2var_ps(x, high, y));
-        }
-}
-inline void transpose(V* v) {
-    exchange<8>(v);
-    exchange<4>(v);
-    exchange<2>(v);
-    exchange<1>(v);
-}
-#elif defined(__AVX2__)
-inline void transpose(V* v) {
-    __m256 a[8], b[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_ps(__m256(v[i]), __m256(v[i + 1]));
-        a[i + 1] = _mm256_unpackhi_ps(__m256(v[i]), __m256(v[i + 1]));
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        v[i] = V(_mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
-        v[i + 4] = V(_mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
-    }
-}
-#else
-inline void transpose(V* v) {
-    for (int i = 0; i < L; ++i)
-        for (int j = 0; j < i; ++j) {
-            const float t = v[i][j];
-            v[i][j] = v[j][i];
-            v[j][i] = t;
-        }
-}
-#endif
-
 // SG segments of NR vectors: c[s * sc …] (=, +=) sum over i of g[i] * b[off[i] + s * sb …]. The weight gradient of one
 // output channel at the few positions that won their pool, or the input gradient around one of them.
 template <int SG, int NR, bool ADDING>

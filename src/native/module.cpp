@@ -23,6 +23,7 @@
 #include "engine.h"
 #include "exact.h"
 #include "masks.h"
+#include "products.h"
 
 namespace nb = nanobind;
 using namespace fedveil;
@@ -31,6 +32,7 @@ using namespace fedveil;
     namespace fedveil::isa {                  \
     extern const Engine engine;               \
     extern const NoiseKernels noise_kernels;  \
+    extern const ProductKernels product_kernels; \
     }
 FV_DECLARE(base)
 #if defined(FEDVEIL_X86)
@@ -43,6 +45,7 @@ namespace {
 struct Choice {
     const Engine* engine;
     const NoiseKernels* noise;
+    const ProductKernels* product;
 };
 
 bool supported(const std::string& isa) {
@@ -67,10 +70,10 @@ Choice choose(const std::string& isa) {
     const std::string name = isa == "auto" ? instruction_sets().front() : isa;
     if (!supported(name)) throw std::invalid_argument("this CPU or build has no instruction set '" + name + "'");
 #if defined(FEDVEIL_X86)
-    if (name == "avx512") return {&avx512::engine, &avx512::noise_kernels};
-    if (name == "avx2") return {&avx2::engine, &avx2::noise_kernels};
+    if (name == "avx512") return {&avx512::engine, &avx512::noise_kernels, &avx512::product_kernels};
+    if (name == "avx2") return {&avx2::engine, &avx2::noise_kernels, &avx2::product_kernels};
 #endif
-    return {&base::engine, &base::noise_kernels};
+    return {&base::engine, &base::noise_kernels, &base::product_kernels};
 }
 
 Cipher cipher_for(const std::string& isa) { return isa == "base" ? portable_cipher() : best_cipher(); }
@@ -94,6 +97,48 @@ FloatOut noise(nb::bytes key, int64_t step, int64_t count, int64_t first, int64_
                    count, out);
     }
     return FloatOut(out, {size_t(count)}, owner);
+}
+
+using Stack = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+
+// c[m] = a[m] b[m] (+ bias): [m, rows, terms] times [m, terms, columns]; a stack of one matrix is used for all.
+void products(Stack a, Stack b, nb::ndarray<float, nb::ndim<3>, nb::device::cpu> c,
+              std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>> bias, const std::string& isa) {
+    const size_t count = c.shape(0), rows = c.shape(1), columns = c.shape(2), terms = a.shape(2);
+    auto fits = [count](const Stack& s) { return s.shape(0) == count || s.shape(0) == 1; };
+    if (!fits(a) || !fits(b) || a.shape(1) != rows || b.shape(1) != terms || b.shape(2) != columns ||
+        (columns > 1 && c.stride(2) != 1) || (bias && bias->shape(0) != columns))
+        throw std::invalid_argument("these matrices cannot be multiplied into c");
+    auto stack = [](const Stack& s) {
+        return Matrices{s.data(), s.shape(0) == 1 ? 0 : s.stride(0), s.stride(1), s.stride(2)};
+    };
+    const Choice choice = choose(isa);
+    nb::gil_scoped_release release;
+    choice.product->products(stack(a), stack(b), bias ? bias->data() : nullptr, c.data(), c.stride(0), c.stride(1),
+                             int64_t(count), int64_t(rows), int64_t(columns), int64_t(terms));
+}
+
+using Table = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Totals = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Adds to out[m] the sum of the squares (or of the sizes) of row m.
+void add_sizes(Table values, Totals out, bool l1, const std::string& isa) {
+    if (out.shape(0) != values.shape(0) || (values.shape(1) > 1 && values.stride(1) != 1))
+        throw std::invalid_argument("sizes need rows of adjacent numbers and a place for each");
+    const Choice choice = choose(isa);
+    nb::gil_scoped_release release;
+    for (size_t m = 0; m < values.shape(0); ++m)
+        out.data()[m] += choice.product->size(values.data() + int64_t(m) * values.stride(0), int64_t(values.shape(1)), l1);
+}
+
+// Adds to sum the rows of values with their factors.
+void add_rows(Totals sum, Table values, Totals factors, const std::string& isa) {
+    if (factors.shape(0) != values.shape(0) || sum.shape(0) != values.shape(1) || (values.shape(1) > 1 && values.stride(1) != 1))
+        throw std::invalid_argument("a sum needs rows of adjacent numbers and a factor for each");
+    const Choice choice = choose(isa);
+    nb::gil_scoped_release release;
+    choice.product->add(sum.data(), values.data(), values.stride(0), factors.data(), int64_t(values.shape(0)),
+                        int64_t(values.shape(1)));
 }
 
 using LongOut = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
@@ -403,6 +448,10 @@ NB_MODULE(_native, m) {
           nb::arg("example") = 0, nb::arg("isa") = "auto");
     m.def("exact_staircase", &exact_staircases, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("shape"),
           nb::arg("example") = 0, nb::arg("joint") = false, nb::arg("isa") = "auto");
+    m.def("products", &products, nb::arg("a"), nb::arg("b"), nb::arg("c").noconvert(), nb::arg("bias").none() = nb::none(),
+          nb::arg("isa") = "auto");
+    m.def("add_sizes", &add_sizes, nb::arg("values"), nb::arg("out").noconvert(), nb::arg("l1") = false, nb::arg("isa") = "auto");
+    m.def("add_rows", &add_rows, nb::arg("sum").noconvert(), nb::arg("values"), nb::arg("factors"), nb::arg("isa") = "auto");
     m.def("mask_ciphers", &mask_ciphers);
     m.def("add_masks", &add_masks<uint32_t>, nb::arg("words").noconvert(), nb::arg("keys"), nb::arg("signs"), nb::arg("cipher"));
     m.def("add_masks", &add_masks<uint64_t>, nb::arg("words").noconvert(), nb::arg("keys"), nb::arg("signs"), nb::arg("cipher"));
