@@ -368,13 +368,13 @@ def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch
     """Client 0's noise runs on a proven engine, client 1's does not: nothing about the run is sound."""
     choose = pool.choose
 
-    def graph_for_laplace(module, plan, engine="auto", **more):
-        return ("graph", "") if plan.noised[0].law.name == "laplace" else choose(module, plan, engine, **more)
+    def unproven_for_laplace(module, plan, engine="auto", **more):
+        return ("unproven", "") if plan.noised[0].law.name == "laplace" else choose(module, plan, engine, **more)
 
-    monkeypatch.setattr(pool, "choose", graph_for_laplace)
+    monkeypatch.setattr(pool, "choose", unproven_for_laplace)
     told = ["clients=2", "client_epsilons=[4.0, 8.0]", "client_mechanisms=['gaussian', 'laplace']"]
     prepared = prepare(load_config("udp-fl", [*SMALL, *told]))
-    assert prepared.engine == "graph"
+    assert prepared.engine == "unproven"
     now = moment_of(prepared.task, start(prepared.task, prepared.initial))
     said = [c for _, claims in release_of(prepared, now, np.arange(2)).groups for c in claims if c.event is not None]
     assert said and all(c.verdict == "nominal" for c in said)

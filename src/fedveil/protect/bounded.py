@@ -33,7 +33,7 @@ from fedveil.errors import UserError
 
 MARGIN = 2.0**-22  # by so much a clipped vector stays below its bound: more than all rounding before the sum
 ORDERS = {"l1": 1, "l2": 2}  # of the norms that a clip may have
-COVERED = ("native", "stacked", "functional", "reference", "clients")  # not: graph
+COVERED = ("native", "stacked", "graph", "functional", "reference", "clients")
 SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
 BLOCK = 32  # the native engine adds so many products in float32 before they go to a float64 sum …
 NATIVE_SLACK = 2.0**-11  # … or fewer, so that this holds for batches of any size

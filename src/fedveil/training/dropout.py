@@ -33,10 +33,15 @@ def mask(key: bytes, step: int, place: int, layer: str, rate: float, shape: Sequ
     return kept.astype(np.float32) / np.float32(1 - rate) if rate < 1 else np.zeros(tuple(shape), np.float32)
 
 
+def shape_of(layer: nn.Module, x: Tensor) -> tuple[int, ...]:
+    """Of one example's mask, for a batch x."""
+    whole = type(layer) is nn.Dropout2d and x.dim() == 4  # channels fall out as a whole
+    return (x.shape[1], 1, 1) if whole else tuple(x.shape[1:])
+
+
 def drop(x: Tensor, layer: nn.Module, name: str, key: bytes, step: int, first: int) -> Tensor:
     """x [B, ...] with the masks of the examples at places first, first + 1, …"""
-    whole = type(layer) is nn.Dropout2d and x.dim() == 4  # channels fall out as a whole
-    shape = (x.shape[1], 1, 1) if whole else tuple(x.shape[1:])
+    shape = shape_of(layer, x)
     rate = float(layer.p)  # type: ignore[arg-type]
     masks = np.stack([mask(key, step, first + at, name, rate, shape) for at in range(len(x))])
     return x * torch.as_tensor(masks).to(x)

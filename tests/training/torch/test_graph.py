@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedveil.errors import UserError
-from fedveil.models.layout import flatten, layout_of
+from fedveil.models.layout import flatten, layout_of, unflatten
 from fedveil.models.minilm import MiniLM
 from fedveil.models.nets import resnet18_gn
 from fedveil.models.surgery import lora, replace_batch_norm
+from fedveil.protect import noise
 from fedveil.training import native, pool
 from fedveil.training.contract import ClientWork, LocalPlan
 from fedveil.training.torch import graph
@@ -227,20 +228,68 @@ def test_a_subclass_that_is_a_chain_takes_the_engine_of_its_sequential():
         assert np.allclose(np.sort(found.delta), np.sort(theirs.delta), atol=1e-6)
 
 
-def test_what_cannot_be_tapped_is_trained_by_torch_func_with_the_reason():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(7, 3, bias=False)
+def by_its_value(m, x):
+    return m.out(m.a(x) if float(x.detach().sum()) > 0 else -m.a(x))
 
-        def forward(self, x):
-            return x @ self.a.weight.T * 2  # the layer itself is never called
 
+def test_what_cannot_be_traced_is_trained_by_torch_func_with_the_reason():
     torch.manual_seed(0)
-    net, (_, x, y) = Odd(), case("shared")
+    net, (_, x, y) = Wired(by_its_value, a=nn.Linear(7, 5), out=nn.Linear(5, 3)), case("shared")
+    x = np.abs(x)
     with pytest.warns(UserWarning, match=r"torch\.func.*because"):
         ours = pool.train(net, flatten(net), x, y, works(), plan(), engine="graph").delta
     assert np.abs(ours - pool.train(net, flatten(net), x, y, works(), plan(), engine="reference").delta).max() < 1e-5
+
+
+def test_weights_used_behind_a_layers_back_are_found():
+    net = Wired(lambda m, x: x @ m.a.weight.T * 2, a=nn.Linear(7, 3, bias=False))
+    _, x, y = case("shared")
+    ours = pool.train(net, flatten(net), x, y, works(), plan(), engine="graph").delta
+    assert np.abs(ours - pool.train(net, flatten(net), x, y, works(), plan(), engine="reference").delta).max() < 1e-5
+
+
+def test_hidden_randomness_is_refused():
+    net = Wired(lambda m, x: m.a(F.dropout(x, 0.5, True)), a=nn.Linear(7, 3))
+    _, x, y = case("shared")
+    with pytest.warns(UserWarning, match="draws random numbers"), pytest.raises(RuntimeError):
+        pool.train(net, flatten(net), x, y, works(), plan(clip="none"), engine="graph")
+
+
+def test_an_attribute_that_changes_is_noticed():
+    """Programs are kept; a module whose plain attributes differ is another module."""
+    module, x, y = case("lora")
+    first = pool.train(module, flatten(module), x, y, works(), plan(noise="none"), engine="graph").delta
+    adapted = next(part for part in module.modules() if hasattr(part, "scale"))
+    with torch.no_grad():
+        adapted.up.weight += 0.1
+    adapted.scale *= 3
+    found = [
+        pool.train(module, flatten(module), x, y, works(), plan(noise="none"), engine=e).delta for e in ("graph", "reference")
+    ]
+    assert np.abs(found[0] - found[1]).max() < 1e-5 < np.abs(found[0] - first).max()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_an_examples_bits_do_not_depend_on_the_batch(name, compiled, monkeypatch):
+    """In any company, at any place: otherwise one example could turn all others around."""
+    if not compiled:
+        monkeypatch.setattr(noise, "_native", None)
+    module, x, y = case(name)
+    data, targets = torch.as_tensor(x), torch.as_tensor(y)
+    net = graph.compile_net(module, data[:3], targets[:3], "cross-entropy")
+    weights = torch.as_tensor(flatten(module))
+
+    def gradients(rows):
+        picked = torch.as_tensor(rows)
+        drops = [torch.linspace(0, 1, int(np.prod(s))).view(1, *s).expand(len(rows), *s) for _, _, s in net.program.masks]
+        trained = list(unflatten(weights, net.layout).values())
+        losses, found = net.program.gradients(trained, net.fixed, drops, data[picked], targets[picked])
+        return torch.cat([losses[:, None], *(g.reshape(len(rows), -1) for g in found if g is not None)], 1)
+
+    alone = torch.cat([gradients([row]) for row in range(9)])
+    for rows in ([0, 1], [1, 0], [8, 3, 3], [4, 5, 6, 7, 8], [2, 0, 1, 3, 4, 5, 6, 7, 8]):
+        assert torch.equal(gradients(rows), alone[rows]), rows
 
 
 def test_batch_norm_that_trains_is_refused_with_the_call_that_replaces_it():
