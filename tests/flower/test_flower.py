@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -472,6 +473,19 @@ def test_the_deadline_holds_when_a_reply_has_begun_and_does_not_end(tmp_path: Pa
     assert time.monotonic() - begun < 25
     line = open_run(tmp_path / "run").metrics[0]
     assert (line["arrived"], line["missing"]) == (3, 1)
+
+
+def test_replies_that_take_long_are_asked_for_less_and_less_often() -> None:
+    """Many nodes with long rounds must not keep a SuperLink busy with questions."""
+    looks: list[float] = []
+
+    def pull_messages(names: list[str]) -> list[Message]:
+        looks.append(time.monotonic())
+        return []
+
+    begun = time.monotonic()
+    assert list(server._pulled(SimpleNamespace(pull_messages=pull_messages), {"a"}, begun + 1.0, 0.01)) == []
+    assert 3 <= len(looks) < 60 and time.monotonic() - begun < 5
 
 
 def test_an_offline_node_is_not_waited_for(tmp_path: Path) -> None:

@@ -555,12 +555,13 @@ def _pulled(grid: Grid, open_ids: set[str], until: float, poll: float) -> Iterat
     begun = time.monotonic()  # nobody has answered yet: the first look may wait as long as any other
     while open_ids:
         late = time.monotonic() >= until
+        pause = max(poll, min((time.monotonic() - begun) / 8, 5 * poll))  # a long round need not be asked for so often
         if late and (time.monotonic() >= until + GRACE or (not busy and open_ids <= looked.keys())):
             break
         for name in sorted(open_ids - busy, key=lambda n: looked.get(n, 0.0)):
             if len(busy) >= PULLERS or (late and name in looked):
                 break
-            if not late and time.monotonic() < looked.get(name, begun) + poll:
+            if not late and time.monotonic() < looked.get(name, begun) + pause:
                 break
             busy.add(name)
             looked[name] = time.monotonic()
