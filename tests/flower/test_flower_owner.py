@@ -223,6 +223,30 @@ def test_what_was_lost_is_started_again_and_nothing_else_is_touched(
     assert len(started) == len(begun)
 
 
+def test_what_down_stops_is_not_started_again_by_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` sees processes end while `down` is still stopping others."""
+    from fedveil.cli import flower
+
+    sleeper = stack.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", os.environ)
+    facts = {"port": 1, "insecure": True, "nodes": 1, "processes": {"node-0": [sleeper.pid, sleeper.began]}}
+    (tmp_path / "stack.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(stack, "revive", lambda *_, **__: pytest.fail("it was started again"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # only a program's first thread may set one
+    stop, begun = stack.stop, threading.Event()
+
+    def slowly(processes: Any, *more: Any) -> None:
+        stop(processes, *more)
+        begun.set()
+        time.sleep(1.5)
+
+    monkeypatch.setattr(stack, "stop", slowly)
+    watching = threading.Thread(target=lambda: flower._watch(tmp_path, {}, True, announce=lambda: None, quiet=True))
+    watching.start()
+    assert stack.down(tmp_path) == 1
+    watching.join(10)
+    assert not watching.is_alive() and begun.is_set() and not (tmp_path / stack.STOPPING).exists()
+
+
 def test_down_without_up_says_so(tmp_path: Path) -> None:
     found = CliRunner().invoke(build(), ["flower", "down", "--home", str(tmp_path)])
     assert isinstance(found.exception, UserError) and "no federation was started" in str(found.exception)

@@ -212,7 +212,9 @@ def _watch(
         pauses = supervise.Pauses()
         while (home / "stack.json").exists():
             time.sleep(1.0)
-            gone = stack.lost(stack.read(home)) if (home / "stack.json").exists() else []
+            if (home / stack.STOPPING).exists() or not (home / "stack.json").exists():
+                break
+            gone = stack.lost(stack.read(home))
             if new := pauses.noticed(gone, time.monotonic()):
                 print(f"not running any more: {', '.join(new)}; starting again", file=sys.stderr, flush=True)
             if due := pauses.due(time.monotonic()):

@@ -31,6 +31,7 @@ from fedveil.flower.roster import Member, Roster, write_roster
 HOST = "127.0.0.1"
 NAME = "fedveil"  # of the connection in Flower's configuration file
 READY = 120.0  # seconds for a process to come up on a busy machine
+STOPPING = "stopping"  # a file: `down` is at work
 RAISED = "ServerApp failed with exception: "  # so Flower begins the end of a run whose server raised an exception
 TRAINER = (sys.executable, "-m", "fedveil", "flower", "trainer")
 
@@ -315,6 +316,7 @@ def up(
 
 def _lay_out(folder: Path, port: int, nodes: int, insecure: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / STOPPING).unlink(missing_ok=True)  # of a `down` that was killed
     (folder / "flwr").mkdir(exist_ok=True)
     if not insecure and not (folder / "tls/ca.crt").exists():
         make_certificates(folder / "tls")
@@ -545,16 +547,20 @@ def revive(folder: Path, names: Sequence[str], more: Mapping[str, object] = {}, 
 
 def down(folder: Path) -> int:
     """Stop everything that was started from `folder`; returns how many processes still ran."""
-    stack = read(folder)
-    # Nodes first, so that the SuperLink hears them leave.
-    order = sorted(stack.processes, key=lambda name: name in ("superlink", "superexec"))
-    running = [stack.processes[name] for name in order if alive(stack.processes[name])]
-    stop(
-        [p for p in running if p not in (stack.processes.get("superlink"), stack.processes.get("superexec"))]
-    )
-    stop(running)
-    (folder / "stack.json").unlink()
-    return len(running)
+    stack, count = read(folder), 0
+    (folder / STOPPING).touch()  # whoever starts again what ends leaves it from now on
+    try:
+        for _ in range(3):  # what was being started again meanwhile is in the file by the next look
+            # Nodes first, so that the SuperLink hears them leave.
+            running = {name: process for name, process in stack.processes.items() if alive(process)}
+            stop([process for name, process in running.items() if name not in ("superlink", "superexec")])
+            stop(list(running.values()))
+            count += len(running)
+            stack = read(folder)
+        (folder / "stack.json").unlink()
+    finally:
+        (folder / STOPPING).unlink(missing_ok=True)
+    return count
 
 
 def flwr(env: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
