@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kGroup = 32;                // most examples in a group
 constexpr int kLeast = 4;                 // fewest: dense weights are read once a group
+constexpr int kSmallBatch = 8;            // a batch of so many is one group: its dense sums stay in float
 constexpr int64_t kGroupFloats = 160000;  // what a group may keep beyond that: stays within a usual level-2 cache
 constexpr int64_t kLargeNet = 1 << 18;    // weights from which a layer is computed for the whole group at once …
 constexpr int64_t kLargeFloats = 24 << 20;  // … which may then keep so much
@@ -63,6 +64,7 @@ struct Run {
     const Net* net;
     const Plan* plan;
     int ops, tensors, tail, group, first_trained;
+    int part;  // examples that pass together in a batch that is larger than `group`
     Input input;
     bool together;  // a layer for all examples of the group at once, or all layers for one example after the other
     bool at_once;   // factors follow from a layer's own norms: sums are made as soon as these are known
@@ -291,6 +293,8 @@ void allocate(Run& run, Arena& arena, const Client& client) {
     }
     int64_t group = (run.together ? kLargeFloats : kGroupFloats) / (keep + 1);
     group = group < kLeast ? kLeast : group > kGroup ? kGroup : group;
+    run.part = int(group);
+    group = run.together || group >= kSmallBatch ? group : kSmallBatch;
     group = group > width ? (width > 0 ? width : 1) : group;
     if (run.together && width > 0) group = (width + (width + group - 1) / group - 1) / ((width + group - 1) / group);  // evenly
     run.group = int(group);

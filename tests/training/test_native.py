@@ -14,7 +14,7 @@ from fedveil.errors import UserError
 from fedveil.models import compile, nets
 from fedveil.protect import noise
 from fedveil.training import native, reference
-from fedveil.training.contract import LocalResult
+from fedveil.training.contract import ClientWork, LocalResult
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled extension is not installed")
 SETS = native.instruction_sets() or ("none",)
@@ -270,6 +270,21 @@ def test_a_client_is_the_same_alone_and_in_company():
     for k, one in enumerate(work):
         alone = train(native, case, [one], plan(clip="layer", **GAUSS))
         assert np.array_equal(alone.delta[0], together.delta[k])
+
+
+def test_a_batch_is_the_same_however_far_its_row_is_padded():
+    """Images so large that only four fit a group: batches of up to eight are one group, whatever the width."""
+    case = build(
+        lambda: nn.Sequential(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(1176, 9)),
+        (1, 28, 28), 9,
+    )  # fmt: skip
+    for count in (4, 5, 8, 9, 11):
+        found = [
+            train(native, case, [ClientWork(0, rows, bytes(16))], plan(steps=1, clip="flat", noise="gaussian")).delta
+            for width in (count, count + 1, 20)
+            for rows in [np.where(np.arange(width) < count, np.arange(width), -1)[None].astype(np.int32)]
+        ]
+        assert all(np.array_equal(found[0], other) for other in found[1:]), count
 
 
 def test_groups_of_a_large_batch_add_up():

@@ -276,10 +276,14 @@ def release_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> Release:
 
 def stacks_of(prepared: Prepared, now: Moment, clients: np.ndarray) -> dict[LocalPlan, list[int]]:
     """The cohort by equal plans; uploads are merged in this order, whoever trained them."""
-    stacks: dict[LocalPlan, list[int]] = {}
+    task, stacks = prepared.task, {}  # type: tuple[Task, dict[LocalPlan, list[int]]]
+    alike: dict[tuple[int, int], list[int]] = {}  # clients of one size and no settings of their own have equal plans
     for client in clients.tolist():
-        plan = plan_of(prepared.task, now, client, prepared.partition.size(client))
-        stacks.setdefault(plan, []).append(client)
+        size = prepared.partition.size(client)
+        kind = client if task.own or task.own_epsilon else -1, size
+        if kind not in alike:
+            alike[kind] = stacks.setdefault(plan_of(task, now, client, size), [])
+        alike[kind].append(client)
     return stacks
 
 

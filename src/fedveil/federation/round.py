@@ -28,7 +28,7 @@ from fedveil.protect.aggregate import Mean, Merged, Momentum
 from fedveil.protect.clip import Seen, Time, values_of
 from fedveil.protect.law import Staircase, kernel_of
 from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
-from fedveil.protect.noised import Noised
+from fedveil.protect.noised import Noised, each
 from fedveil.protect.place import InSum, Reports, downlink
 from fedveil.protect.recipe import Recipe, spacing
 from fedveil.protect.setting import Moment, Setting
@@ -190,7 +190,7 @@ def noised_of(task: Task, now: Moment, client: int, size: int) -> tuple[Noised, 
     """The noise of the client's round, on the spacing that the round really uses: one value per step, or one."""
     recipe, moment = recipe_of(task, client), own_moment(task, now, client)
     grid = spacing(recipe, moment.bounds, moment.sigmas)
-    return tuple(replace(one, grid=grid) for one in recipe.place.noised(recipe, task.setting, moment, size))
+    return each(lambda one: replace(one, grid=grid), recipe.place.noised(recipe, task.setting, moment, size))
 
 
 def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
@@ -224,9 +224,9 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         # The engine returns minus the plain sum of clipped gradients; noise and step size follow at the sum.
         whole = {"learning_rate": 1.0, "expected_batch": 1.0, "momentum": 0.0, "optimiser": SGD, "only_sum": True}
         return LocalPlan(**{**common, **whole})
-    noised = tuple(one.drawing for one in noised_of(task, now, client, size))
+    noised = each(lambda one: one.drawing, noised_of(task, now, client, size))
     if not (follows_largest or clip.rule.batch):
-        noised = tuple(replace(one, at_norm=0.0) for one in noised)
+        noised = each(lambda one: replace(one, at_norm=0.0), noised)
     return LocalPlan(**common, noised=noised)
 
 

@@ -7,8 +7,9 @@ it, claims are read from it. There is no other holder of a noise scale, so what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from fedveil.errors import UserError
 from fedveil.privacy.events import Event, Noise, Relation, Sampling, Unit
 from fedveil.protect import noise
 from fedveil.protect.law import FLOAT_NOISE, Law, Norm
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,16 @@ class Noised:
 def runs(values: Iterable[Noised]) -> dict[Noised, list[int]]:
     """Equal values and the steps at which they occur."""
     found: dict[Noised, list[int]] = {}
+    last, steps = None, []  # type: tuple[Noised | None, list[int]]
     for step, value in enumerate(values):
-        found.setdefault(value, []).append(step)
+        if value is not last:  # hashing a value takes longer than anything else here, and steps mostly share one
+            last, steps = value, found.setdefault(value, [])
+        steps.append(step)
     return found
+
+
+def each(make: Callable[[T], U], values: Sequence[T]) -> tuple[U, ...]:
+    """`make` of every value, made once where the same object stands several times: the steps of a round are mostly alike."""
+    made = {id(value): value for value in values}
+    done = {key: make(value) for key, value in made.items()}
+    return tuple(done[id(value)] for value in values)

@@ -7,7 +7,7 @@ noised thing says about an example and about a client. Claims are read from that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -138,6 +138,13 @@ def one(
     )
 
 
+def _each_step(now: Moment, make: Callable[[int], Noised]) -> tuple[Noised, ...]:
+    """`make(step)` for every step; once for steps with equal bound and multiplier, of which a round may have thousands."""
+    pairs = list(zip(now.bounds, now.sigmas, strict=True))
+    made = {pair: make(step) for pair, step in dict(zip(pairs, range(len(pairs)), strict=True)).items()}
+    return tuple(made[pair] for pair in pairs)
+
+
 def downlink(recipe: Recipe, setting: Setting, now: Moment) -> Noised | None:
     """Noise on the model before it goes to the clients (NbAFL), or None. Nothing is claimed of it here."""
     if not recipe.downlink_sigma > 0:
@@ -222,7 +229,7 @@ class InStep(Nowhere):
         count = recipe.batches.constant(setting.batch, size)
         drawn = recipe.batches.counted(setting.batch, size)
         slack = _sum_slack(recipe, setting, now, size)
-        return tuple(one(recipe, setting, now, step, count, drawn, slack=slack) for step in range(len(now.sigmas)))
+        return _each_step(now, lambda step: one(recipe, setting, now, step, count, drawn, slack=slack))
 
     def raw(self, observer: Observer, recipe: Recipe) -> str:
         return RAW_GRADIENTS if observer == "client-process" and not recipe.noise_on.for_each else ""
@@ -258,7 +265,7 @@ class InStep(Nowhere):
         # Replace-one: two clipped gradients differ by at most twice the joint bound; each time an example is
         # touched is one event; who reads the memory sees which examples were drawn, so nothing is amplified.
         alone = Counted(Sampling("none"), "replace-one", 2.0)
-        values = [replace(one(plain, setting, now, step, 1, alone), beside=0.0) for step in range(len(now.sigmas))]
+        values = _each_step(now, lambda step: replace(one(plain, setting, now, step, 1, alone), beside=0.0))
         if recipe.scale.unsound or recipe.clip.rule.unsound or recipe.clip.rule.in_steps:
             return [none("client-process", unit, RAW_GRADIENTS)]
         uses = recipe.batches.uses(setting.steps, setting.batch, size)

@@ -41,12 +41,16 @@ def release(
     budgets: clients that use their own recipe and noise multiplier (UDP-FL): client -> (recipe, sigma).
     """
     groups: dict[tuple[Claim, ...], list[int]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}  # clients of one size and no budget of their own have equal claims
     for client, size in sizes.items():
-        own, moment = recipe, now
-        if client in budgets:
-            own, sigma = budgets[client]
-            moment = Moment(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
-        groups.setdefault(tuple(claims(own, setting, moment, size)), []).append(client)
+        kind = client if client in budgets else -1, size
+        if kind not in alike:
+            own, moment = recipe, now
+            if client in budgets:
+                own, sigma = budgets[client]
+                moment = Moment(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
+            alike[kind] = groups.setdefault(tuple(claims(own, setting, moment, size)), [])
+        alike[kind].append(client)
     if not sizes and recipe.place.scope == "everyone":
         # Nobody was drawn, but the noised model goes out all the same: that a coin fell so is part of what
         # amplification by sampling counts in every round.

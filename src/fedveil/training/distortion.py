@@ -109,33 +109,38 @@ def _norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.detach().double(), 2))
 
 
-def _moved(steps: list[_Step], lengths: list[Tensor], radius: Tensor) -> Tensor:
+def _moved(layers: list[tuple[float, float, np.ndarray]], radius: np.ndarray) -> np.ndarray:
     """An upper bound [n] on the change of the outputs when the parameters move by `radius` [n] in all.
 
     With h the input of a layer, e the bound on its change and r the radius:
     |f'(h') - f(h)| <= |W'| e + |(W' - W) h + b' - b| <= (|W| + k r) e + r sqrt((k |h|)^2 + c^2).
+    layers: (|W|, k, the square root) of each.
     """
-    change = torch.zeros_like(radius)
-    for step, length in zip(steps, lengths, strict=True):
-        own = radius * torch.sqrt((step.weight * length) ** 2 + step.bias**2)
-        change = (step.slope + step.weight * radius) * change + own
+    change = np.zeros_like(radius)
+    for slope, weight, own in layers:
+        change = (slope + weight * radius) * change + radius * own
     return change
 
 
 def _radius(steps: list[_Step], lengths: list[Tensor], allowed: Tensor) -> Tensor:
     """The largest radius (from below, to a part in 2^40) at which the outputs move by at most `allowed`."""
-    if not any(step.weight for step in steps):
+    layers, limit = [], allowed.numpy()  # NumPy: so many small operations take torch three times as long
+    for step, length in zip(steps, lengths, strict=True):
+        if step != _Step(1.0):
+            layers.append((step.slope, step.weight, np.sqrt((step.weight * length.numpy()) ** 2 + step.bias**2)))
+    if not any(weight for _, weight, _ in layers):
         return torch.full_like(allowed, torch.inf)
-    low, high = torch.zeros_like(allowed), torch.ones_like(allowed)
-    while bool((_moved(steps, lengths, high) <= allowed).any()):
-        high = torch.where(_moved(steps, lengths, high) <= allowed, 2 * high, high)
-        if float(high.max()) > 1e30:
-            return torch.full_like(allowed, torch.inf)
-    for _ in range(60):
-        middle = (low + high) / 2
-        fits = _moved(steps, lengths, middle) <= allowed
-        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-    return low
+    low, high = np.zeros_like(limit), np.ones_like(limit)
+    with np.errstate(over="ignore", invalid="ignore"):
+        while (fits := _moved(layers, high) <= limit).any():
+            high = np.where(fits, 2 * high, high)
+            if high.max() > 1e30:
+                return torch.full_like(allowed, torch.inf)
+        for _ in range(60):
+            middle = (low + high) / 2
+            fits = _moved(layers, middle) <= limit
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    return torch.as_tensor(low)
 
 
 def _printed(module: nn.Module, rows: Tensor, labels: Tensor) -> Tensor:
