@@ -35,7 +35,7 @@ MARGIN = 2.0**-22  # by so much a clipped vector stays below its bound: more tha
 ORDERS = {"l1": 1, "l2": 2}  # of the norms that a clip may have
 COVERED = ("native", "stacked", "graph", "functional", "reference", "clients")
 SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
-BLOCK = 32  # the native engine adds so many products in float32 before they go to a float64 sum …
+BLOCK = 32  # the native and the stacked engine add so many products in float32; the native one before they go to a float64 sum …
 NATIVE_SLACK = 2.0**-11  # … or fewer, so that this holds for batches of any size
 _UNIT32, _UNIT64, _TINY32 = 2.0**-24, 2.0**-53, 2.0**-126
 
@@ -126,12 +126,15 @@ def rounding_slack(
     The native engine adds blocks of m products in float32: term j of a block is rounded at most m - j + 2 times, so n terms
     err by (m + 3)/2 n 2**-24, twice. It takes m = 32 or as many as keep that below NATIVE_SLACK, and above n = 2048
     multiplies in float64 (n = 5: 2.4e-6, n = 32: 6.7e-5, n >= 234: 4.9e-4). Narrowing adds 2 n 2**-24.
+    The stacked engine leaves the order of a sum to BLAS: of at most 32 examples it adds two halves in float32, in which each of
+    the n terms is rounded at most (n + 3)/2 times whatever the order, which is the same bound; of more it adds in float64.
     """
     if engine not in COVERED:
         raise ValueError(f"nothing is proven about the sums of engine {engine!r}; proven: {', '.join(COVERED)}")
     slack = 2.0 * examples * _accumulation(examples)
-    if engine == "native":
-        slack += min(NATIVE_SLACK, (min(BLOCK, examples) + 3) * examples * _UNIT32)
+    if engine in ("native", "stacked"):
+        narrow = (min(BLOCK, examples) + 3) * min(examples, BLOCK if engine == "stacked" else examples) * _UNIT32
+        slack += min(NATIVE_SLACK, narrow)
         slack += 2.0 * examples * (size if ORDERS[kind] == 1 else math.sqrt(size)) * _TINY32 / bound  # underflow
     return slack + (2.0 * examples * _UNIT32 if narrowed else 0.0)
 

@@ -22,7 +22,7 @@ import torch
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
 from fedveil.protect import noise
-from fedveil.protect.bounded import MARGIN
+from fedveil.protect.bounded import BLOCK, MARGIN
 from fedveil.protect.clip import Clipped
 from fedveil.protect.law import Gaussian, kernel_of
 from fedveil.protect.noised import Drawing
@@ -31,6 +31,7 @@ from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
 
 Tensor = torch.Tensor
+_KEPT = 24 << 20  # bytes; malloc learns from at most 32 MiB
 
 
 @contextmanager
@@ -45,6 +46,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def keep_pages() -> None:
+    """A block that comes and goes teaches glibc's malloc to keep blocks of up to its size: otherwise it gives a step's
+    temporaries back to the system, which clears their pages again in the next one. Nothing happens with other allocators."""
+    torch.empty(_KEPT, dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Clipping(Clipped):
     """How the gradients of one pass are to be clipped. `bound` None: the median of the batch's norms."""
@@ -55,6 +62,7 @@ class Clipping(Clipped):
     norms: bool = True  # are per-example norms wanted even though nothing is clipped?
     shift: Tensor | None = None  # AdaClip, [K, P]
     scale: Tensor | None = None
+    wide: bool = True  # must clipped sums be float64? Those of few examples may be float32 (`layers.sum_up`)
 
     def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Factors [K, B, L] for norms [K, B, L] (0 for padded rows), and the bounds [K or 1, 1, L or 1]; float64.
@@ -90,7 +98,7 @@ class Clipping(Clipped):
 class Pass(NamedTuple):
     """What one pass of a group of clients gave."""
 
-    total: Tensor  # [K, P] sum of gradients, float64 where they are clipped
+    total: Tensor  # [K, P] sum of gradients, float64 where they are clipped (and `Clipping.wide`)
     loss: Tensor  # [K, B], 0 for padded rows
     norms: Tensor | None  # [K, B, layers or 1], float64
     bound: Tensor | None  # broadcasts against norms
@@ -198,6 +206,8 @@ def _stack(
     figures = _Figures(clients, 1 if plan.flat else network.layout.layers, device)
     noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
     most_rows = int(widths.max(initial=0)) if plan.by_median else network.rows
+    more = (control, anchor if plan.penalty else None, shift, velocity)
+    plain = all(vector is None for vector in more) and not plan.proximal and plan.optimiser.rule == "sgd"
 
     for step in range(plan.steps):
         batch = _Batch(x, y, rows[step], counts[:, step], widths[:, step], [w.noise_key for w in work], step)
@@ -211,6 +221,9 @@ def _stack(
             total = noises.add(network, total, times, step)
         if plan.only_sum:
             return _result(network.decode(total).neg_().to(dtype), figures, counts.sum(1), plan)
+        if plain:
+            weights.sub_(total.to(dtype), alpha=plan.learning_rate / plan.expected_batch)
+            continue
         gradient = total.to(dtype).div_(plan.expected_batch)
         if shift is not None and scale is not None:
             gradient = gradient.mul_(scale).add_(shift)
@@ -252,7 +265,6 @@ def _summed(
 
     Clients with equally wide batches go through together; a wide batch goes through in parts of `most_rows`."""
     clients, step = len(weights), batch.step
-    clipping = _clipping(plan, step, norms)
     largest, bound_used = None, None
     groups = _groups(batch.widths)
     total = None if len(groups) == 1 else torch.zeros_like(weights, dtype=torch.float64)
@@ -260,8 +272,9 @@ def _summed(
         everyone = len(members) == clients
         chosen: slice | Tensor = slice(None) if everyone else torch.as_tensor(members, device=weights.device)
         own = weights if everyone else weights[chosen]
+        clipping = _clipping(plan, step, norms, wide=width > min(most_rows, BLOCK))
         if shift is not None and scale is not None:
-            clipping = _clipping(plan, step, norms, shift[chosen], scale[chosen])
+            clipping = replace(clipping, shift=shift[chosen], scale=scale[chosen])
         part: Tensor | None = torch.zeros_like(own, dtype=torch.float64) if width == 0 else None
         for at in range(0, width, max(most_rows, 1)):
             end = min(width, at + most_rows)
@@ -304,25 +317,28 @@ class _Noise:
         """The sums [K, P] with their noise; `times` as wide as the step's drawing, per client [K, 1] or per client and layer."""
         drawing = self.plan.noised[step]
         if drawing.grid > 0:
-            flat = network.decode(total).cpu().numpy()
+            flat = network.decode(total).double().cpu().numpy()
             for k, one in enumerate(self.work):
                 self.room[k] = drawing.add(flat[k], one.noise_key, step, times[k, 0] if times.shape[1] == 1 else times[k])
             return network.encode(torch.from_numpy(self.room).to(total))
         self._draw(drawing, step)
-        drawn = network.encode(torch.from_numpy(self.room).to(total.device, self.dtype))
+        drawn = torch.from_numpy(self.room).to(total.device, self.dtype)
         total = total.to(self.dtype)  # float noise: nothing is promised of its last bits
-        if not self.plan.follows and not drawing.at_count:
-            return total.add_(drawn)
-        wider = torch.tensor(times).to(total)
-        if times.shape[1] == 1:
-            return total.addcmul_(drawn, wider)
-        for column, layer in enumerate(network.layout.layer_slices()):
-            total[:, layer].addcmul_(drawn[:, layer], wider[:, column : column + 1])
-        return total
+        if self.plan.follows or drawing.at_count:
+            wider = torch.tensor(times).to(drawn)
+            slices = (slice(None),) if times.shape[1] == 1 else network.layout.layer_slices()
+            for column, layer in enumerate(slices):
+                drawn[:, layer].mul_(wider[:, column : column + 1])
+        return network.add(total, drawn) if hasattr(network, "add") else total.add_(network.encode(drawn))
 
     def _draw(self, drawing: Drawing, step: int) -> None:
         if self.normals is not None:
             self.normals.draw(step, np.full(len(self.work), drawing.scale, np.float32), self.room)
+            return
+        if kernel_of(drawing.law) == Gaussian().kernel and drawing.scale > 0:  # Gaussian.draw into a given place
+            scale = np.float32(drawing.scale)
+            for row, one in zip(self.room, self.work, strict=True):
+                np.multiply(noise.normals(one.noise_key, step, self.size), scale, out=row)
             return
         for k, one in enumerate(self.work):
             self.room[k] = drawing.draw(one.noise_key, step, self.size)
@@ -362,12 +378,10 @@ def _mask(counts: np.ndarray, at: int, end: int, like: Tensor) -> Tensor | None:
     return torch.as_tensor(np.arange(at, end) < counts[:, None]).to(like)
 
 
-def _clipping(
-    plan: LocalPlan, step: int, norms: bool, shift: Tensor | None = None, scale: Tensor | None = None
-) -> Clipping:
+def _clipping(plan: LocalPlan, step: int, norms: bool, wide: bool) -> Clipping:
     bound = None if not plan.clips or plan.by_median else plan.bounds[step]
     wanted = norms or (plan.by_largest and not plan.by_mean)
-    return Clipping(plan.clip, plan.clip_norm, bound, wanted, shift, scale)
+    return Clipping(plan.clip, plan.clip_norm, bound, wanted, wide=wide)
 
 
 def _largest(result: Pass) -> Tensor:
@@ -488,9 +502,10 @@ def loss_and_gradient(outputs: Tensor, y: Tensor, mask: Tensor | None, kind: str
         logs = torch.log_softmax(outputs, 1)
         labels = y.long()[:, None]
         losses = logs.gather(1, labels)[:, 0].neg_()
-        # In whole vectors of 64 bytes: what is left over at the end of a batch would be computed by other code.
-        shares = torch.nn.functional.pad(logs, (0, -logs.shape[1] % 16), value=-torch.inf).exp_()
-        gradient = shares[:, : logs.shape[1]].scatter_add(1, labels, torch.full_like(losses, -1.0)[:, None])
+        # In whole vectors: what is left over at the end of a batch would be computed by other code.
+        shares = torch.nn.functional.pad(logs.reshape(-1), (0, -logs.numel() % 64)).exp_()
+        gradient = shares[: logs.numel()].view_as(logs)
+        gradient.scatter_add_(1, labels, torch.full_like(losses, -1.0)[:, None])
     else:
         difference = outputs - y.to(outputs.dtype).view_as(outputs)
         size = difference[0].numel()

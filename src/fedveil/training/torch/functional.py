@@ -162,6 +162,7 @@ def train(
     reason = why_not(module) or draws(module)
     if reason:
         raise UserError(f"This model cannot be trained with per-example gradients: {reason}.")
+    descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     layout = layout_of(module)
     module = module if device == "cpu" else copy.deepcopy(module).to(device)

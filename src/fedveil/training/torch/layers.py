@@ -24,6 +24,8 @@ Saved: TypeAlias = Any  # what a layer's forward pass keeps: only its own backwa
 
 
 _ROOM = 1 << 17  # float64 numbers of a temporary
+_FEW = 4  # outputs for which a matrix product takes longer than products that are written out
+_SMALLEST_NORMAL = 2.0**-126
 _LINE = 16  # numbers: rows of matrices begin at multiples of 64 bytes (or 128)
 
 
@@ -46,14 +48,41 @@ def widened(values: Tensor, ones: bool = False) -> Tensor:
     return out
 
 
-def lined_weights(weights: Tensor, outputs: int, inputs: int, bias: bool) -> Tensor:
-    """[K, outputs * inputs (+ outputs)] as matrices in whole lines; the bias is one more column."""
-    shape = (len(weights), padded(outputs), padded(inputs + bias))
-    out = weights.new_empty(shape) if shape[1:] == (outputs, inputs) else weights.new_zeros(shape)
-    out[:, :outputs, :inputs] = weights[:, : outputs * inputs].view(-1, outputs, inputs)
+def rows_of(outputs: int) -> int:
+    """Rows of a matrix: whole lines too, but for few outputs, which are no matrix products (`few_products`)."""
+    return outputs if outputs <= _FEW else padded(outputs)
+
+
+def room_for(outputs: int, inputs: int) -> int:
+    """Numbers of a matrix in whole lines; a multiple of a line's square, so that every layer of every client begins at the
+    same place of its lines."""
+    return -(-rows_of(outputs) * padded(inputs) // _LINE**2) * _LINE**2
+
+
+def matrices_of(own: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The matrices [K, outputs, inputs (and bias)] of a layer in whole lines: a view into its weights [K, n]."""
+    shape = rows_of(outputs), padded(inputs)
+    return own[:, : shape[0] * shape[1]].unflatten(1, shape)
+
+
+def matrix_views(
+    own: Tensor, flat: Tensor, at: tuple[int, int], outputs: int, inputs: int, bias: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """(own, flat) views of equal shape: the parameters of a layer in whole lines, with the bias as one more column, and as
+    torch has them. at: where the layer begins in both."""
+    (here, there), line = at, padded(inputs + bias)
+    here, there = own.storage_offset() + here, flat.storage_offset() + there
+    k, own_step, flat_step = len(own), own.stride(0), flat.stride(0)
+    pairs = [
+        (
+            own.as_strided((k, outputs, inputs), (own_step, line, 1), here),
+            flat.as_strided((k, outputs, inputs), (flat_step, inputs, 1), there),
+        )
+    ]
     if bias:
-        out[:, :outputs, inputs] = weights[:, outputs * inputs :]
-    return out
+        last = flat.as_strided((k, outputs), (flat_step, 1), there + outputs * inputs)
+        pairs.append((own.as_strided((k, outputs), (own_step, line), here + inputs), last))
+    return pairs
 
 
 def products(x: Tensor, matrices: Tensor) -> Tensor:
@@ -73,6 +102,16 @@ def products(x: Tensor, matrices: Tensor) -> Tensor:
     return found[0][None] if k == 1 else torch.stack(found)
 
 
+def few_products(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
+    """x [K, B, 1, I] times its client's matrix [K, O, I] transposed, or x [K, B, 1, O] times the matrix: as sums of
+    products that are written out, one after the other in torch's own order, which the sides alone decide."""
+    if len(x) * x.shape[1] == 1:  # never a sum of one vector alone
+        return few_products(x.expand(-1, 2, -1, -1), matrices, transposed)[:, :1]
+    if transposed:
+        return (x * matrices[:, None]).sum(3)[:, :, None]
+    return (x.transpose(2, 3) * matrices[:, None]).sum(2)[:, :, None]
+
+
 def together(x: Tensor, matrices: Tensor) -> Tensor:
     """The same with one product per client, where nothing is clipped and only speed counts."""
     k, b, t, i = x.shape
@@ -88,14 +127,13 @@ class Outer:
 
     a: Tensor
     d: Tensor
-    inputs: int
-    outputs: int
-    bias: bool
+    outputs: int  # how many of O are not padding
+    room: int  # numbers of the layer, as the engine keeps it
 
 
 @dataclass(frozen=True)
 class Given:
-    """Per-example gradients themselves, [K, B, n]."""
+    """Per-example gradients themselves, [K, B, n], in the order in which the engine keeps weights."""
 
     values: Tensor
 
@@ -108,28 +146,15 @@ def materialise(capture: Outer | Given) -> Given:
     k, b, t, i = a.shape
     o = d.shape[3]
     if t == 1:
-        matrix = d.view(k, b, o, 1) * a.view(k, b, 1, i)
+        matrix = d.view(k, b, o, 1)[:, :, : capture.outputs] * a.view(k, b, 1, i)
     else:
         d, a = d.view(k * b, t, o).transpose(1, 2), a.view(k * b, t, i)
         if k * b == 1:
             d, a = d.expand(2, -1, -1), a.expand(2, -1, -1)
         matrix = torch.bmm(d, a)[: k * b].view(k, b, o, i)
-    return Given(_flat(matrix, capture))
-
-
-def _flat(matrix: Tensor, capture: Outer) -> Tensor:
-    """[..., O, I] in whole lines as the flat parameters of the layer."""
-    o, i = capture.outputs, capture.inputs
-    weight = matrix[..., :o, :i].flatten(-2)
-    return torch.cat([weight, matrix[..., :o, i]], -1) if capture.bias else weight
-
-
-def _write(matrix: Tensor, capture: Outer, out: Tensor) -> None:
-    """`_flat` of matrices [K, O, I] into out [K, n]."""
-    o, i = capture.outputs, capture.inputs
-    out[:, : o * i].unflatten(1, (o, i)).copy_(matrix[:, :o, :i])
-    if capture.bias:
-        out[:, o * i :] = matrix[:, :o, i]
+        matrix = matrix if o * i <= capture.room else matrix[:, :, : capture.outputs]
+    values = matrix.reshape(k, b, -1)
+    return Given(values if values.shape[2] == capture.room else F.pad(values, (0, capture.room - values.shape[2])))
 
 
 def size_of(values: Tensor, kind: str) -> Tensor:
@@ -152,22 +177,67 @@ def measure(capture: Outer | Given, kind: str) -> tuple[Tensor, Outer | Given]:
 
 
 def sum_up(capture: Outer | Given, factors: Tensor, out: Tensor) -> None:
-    """Write the sum over examples of factors [K, B] * gradient into out [K, n], both float64.
+    """Write the sum over examples of factors [K, B] (float64) * gradient into out [K, n], in float64 or, for at most
+    `BLOCK` examples, in float32: as wide as `out` is.
 
-    Formal guarantee: the sum of n examples errs by at most (n + 2) 2**-53 times the sum of their absolute values.
+    Formal guarantee: in float64 the sum of n examples errs by at most (n + 2) 2**-53 times the sum of their absolute values,
+    in float32 by at most (n + 3) / 2 * 2**-24 times that, whatever the order in which a product adds (see `_sum_in_halves`).
     """
+    if out.dtype != torch.float64:
+        _sum_in_halves(capture, factors, out)
+        return
     if isinstance(capture, Outer) and capture.a.shape[2] == 1:
-        d, a = capture.d[:, :, 0].double() * factors[:, :, None], capture.a[:, :, 0].double()
-        d = d.transpose(1, 2)
+        d, a = capture.d[:, :, 0] * factors[:, :, None], capture.a[:, :, 0].double()
+        d, to = d[:, :, : capture.outputs].transpose(1, 2), _matrices(out, capture)
         step = max(2, _ROOM // (d.shape[1] * a.shape[2]))  # clients whose products stay in the cache
         for k in range(0, len(d), step):
             one, other = d[k : k + step], a[k : k + step]
-            _write(one * other if a.shape[1] == 1 else torch.bmm(one, other), capture, out[k : k + step])
+            to[k : k + step] = one * other if a.shape[1] == 1 else torch.bmm(one, other)
         return
     values = materialise(capture).values
-    out.zero_()
-    for example in range(values.shape[1]):
-        out.add_(values[:, example] * factors[:, example, None])
+    torch.mul(values[:, 0], factors[:, :1], out=out)
+    for example in range(1, values.shape[1]):
+        out.addcmul_(values[:, example], factors[:, example, None])
+
+
+def _matrices(out: Tensor, capture: Outer) -> Tensor:
+    """The part of out [K, n] that a layer's sums [K, outputs, inputs] are written to; the rest becomes 0."""
+    end = capture.outputs * capture.a.shape[3]
+    if end < out.shape[1]:
+        out[:, end:] = 0
+    return out[:, :end].unflatten(1, (capture.outputs, -1))
+
+
+def _sum_in_halves(capture: Outer | Given, factors: Tensor, out: Tensor) -> None:
+    """`sum_up` in float32.
+
+    What an example adds is the exact product of two float32 vectors, the first of them scaled: rounding that is covered by
+    the clip's margin, and where it could round up by more (below the smallest normal number) it is 0. A sum of m products in
+    any order rounds each term at most m times. The two halves of a batch are summed apart, so that with their addition a term
+    of n is rounded at most n / 2 + 3 / 2 times; up to three examples need no halves.
+    """
+    if isinstance(capture, Outer) and capture.a.shape[2] == 1:
+        d, a, rows = (capture.d[:, :, 0] * factors[:, :, None]).to(out.dtype), capture.a[:, :, 0], capture.outputs
+        to = _matrices(out, capture)
+    else:
+        d, a, rows = widened(factors.to(out.dtype)[:, :, None]), materialise(capture).values, 1
+        to = out[:, None]
+    d = F.hardshrink(d, _SMALLEST_NORMAL)[:, :, :rows]
+    n = d.shape[1]
+    if n <= 3:
+        to.copy_(_summed(d, a))
+        return
+    half = -(-n // 2)
+    torch.add(_summed(d[:, :half], a[:, :half]), _summed(d[:, half:], a[:, half:]), out=to)
+
+
+def _summed(d: Tensor, a: Tensor) -> Tensor:
+    """Sums over b of the outer products of d [K, b, o] and a [K, b, i]; never one client alone in a product."""
+    if d.shape[1] == 1:
+        return d.transpose(1, 2) * a
+    if len(d) == 1:
+        return torch.bmm(d.transpose(1, 2).expand(2, -1, -1), a.expand(2, -1, -1))[:1]
+    return torch.bmm(d.transpose(1, 2), a)
 
 
 def sum_plainly(capture: Outer | Given, out: Tensor) -> None:
@@ -176,24 +246,35 @@ def sum_plainly(capture: Outer | Given, out: Tensor) -> None:
         out.copy_(capture.values.sum(1))
         return
     k, b, t, i = capture.a.shape
-    d, a = capture.d.reshape(k, b * t, -1).transpose(1, 2), capture.a.reshape(k, b * t, i)
-    _write(d * a if b * t == 1 else torch.bmm(d, a), capture, out)
+    d, a = capture.d.reshape(k, b * t, -1)[:, :, : capture.outputs], capture.a.reshape(k, b * t, i)
+    _matrices(out, capture).copy_(_summed(d, a))
 
 
 @dataclass(frozen=True)
 class Linear:
     layer: int
-    part: slice
+    part: slice  # of the weights as the engine keeps them
+    flat: slice  # of the weights as torch has them
     inputs: int
     outputs: int
     bias: bool
 
+    def views(self, own: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return matrix_views(own, flat, (self.part.start, self.flat.start), self.outputs, self.inputs, self.bias)
+
     def forward(self, weights: Tensor, x: Tensor, apart: bool) -> tuple[Tensor, Saved]:
         clients = len(weights)
         stack = widened(x.reshape(clients, len(x) // clients, -1, self.inputs), self.bias)
-        matrices = lined_weights(weights[:, self.part], self.outputs, self.inputs, self.bias)
-        out = (products if apart else together)(stack, matrices.transpose(1, 2))
+        matrices = matrices_of(weights[:, self.part], self.outputs, self.inputs + self.bias)
+        out = self._times(stack, matrices, apart, True)
         return out[..., : self.outputs].reshape(*x.shape[:-1], self.outputs), (stack, matrices, x.shape, apart)
+
+    def _times(self, x: Tensor, matrices: Tensor, apart: bool, transposed: bool) -> Tensor:
+        if self.outputs <= _FEW and x.shape[2] == 1 and (apart or x.shape[1] == 1):
+            return few_products(x if transposed else x[..., : self.outputs], matrices, transposed)
+        if self.outputs <= _FEW and (apart or not transposed):  # as a product all sides are whole lines
+            matrices = F.pad(matrices, (0, 0, 0, padded(self.outputs) - self.outputs))
+        return (products if apart else together)(x, matrices.transpose(1, 2) if transposed else matrices)
 
     def backward(
         self, weights: Tensor, saved: Saved, gradient: Tensor, wanted: bool
@@ -202,14 +283,17 @@ class Linear:
         d = widened(gradient.reshape(*stack.shape[:3], self.outputs))
         back = None
         if wanted:
-            back = (products if apart else together)(d, matrices)[..., : self.inputs].reshape(shape)
-        return back, Outer(stack, d, self.inputs, self.outputs, self.bias)
+            back = self._times(d, matrices, apart, False)[..., : self.inputs].reshape(shape)
+        return back, Outer(stack, d, self.outputs, self.part.stop - self.part.start)
 
 
 @dataclass(frozen=True)
 class Conv:
+    """Kernels are kept channels-last, so that a patch is a contiguous copy."""
+
     layer: int
     part: slice
+    flat: slice
     inputs: int
     outputs: int
     kernel: tuple[int, int]
@@ -224,6 +308,13 @@ class Conv:
     @property
     def patch(self) -> int:
         return self.inputs * self.kernel[0] * self.kernel[1]
+
+    def views(self, own: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        at = self.part.start, self.flat.start
+        (matrix, kernels), *bias = matrix_views(own, flat, at, self.outputs, self.patch, self.bias)
+        taps = self.patch // self.inputs
+        kernels = kernels.unflatten(2, (self.inputs, taps)).transpose(2, 3)
+        return [(matrix.unflatten(2, (taps, self.inputs)), kernels), *bias]
 
     def _size(self, shape: Sequence[int], axis: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
@@ -256,7 +347,9 @@ class Conv:
         clients = len(weights)
         height, width = self._size(x.shape, 0), self._size(x.shape, 1)
         patches = self._patches(x, height, width).unflatten(0, (clients, -1))
-        matrices = lined_weights(weights[:, self.part], self.outputs, self.patch, self.bias)
+        matrices = matrices_of(weights[:, self.part], self.outputs, self.patch + self.bias)
+        if self.outputs <= _FEW:
+            matrices = F.pad(matrices, (0, 0, 0, padded(self.outputs) - self.outputs))
         out = (products if apart else together)(patches, matrices.transpose(1, 2))
         out = out[..., : self.outputs].reshape(len(x), height, width, self.outputs)
         return out.permute(0, 3, 1, 2), (patches, matrices, x.shape, height, width, apart)
@@ -280,20 +373,24 @@ class Conv:
                         :, top : top + sh * (height - 1) + 1 : sh, left : left + sw * (width - 1) + 1 : sw
                     ] += spread[:, :, :, row, column]
             back = image[:, ph : ph + shape[2], pw : pw + shape[3]].permute(0, 3, 1, 2)
-        return back, Outer(patches, d, self.patch, self.outputs, self.bias)
+        return back, Outer(patches, d, self.outputs, self.part.stop - self.part.start)
 
 
 @dataclass(frozen=True)
 class GroupNorm:
     layer: int
     part: slice
+    flat: slice
     channels: int
     groups: int
     eps: float
 
+    def views(self, own: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(own[:, self.part][:, : 2 * self.channels], flat[:, self.flat])]
+
     def _affine(self, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Scale and offset [rows, channels, 1] of the batch."""
-        pair = weights[:, self.part].reshape(len(weights), 1, 2, self.channels)
+        pair = weights[:, self.part][:, : 2 * self.channels].reshape(len(weights), 1, 2, self.channels)
         pair = pair.expand(-1, rows // len(weights), -1, -1).reshape(rows, 2, self.channels, 1)
         return pair[:, 0], pair[:, 1]
 
@@ -315,7 +412,7 @@ class GroupNorm:
         parts = ((normal.detach() * gradient).view(split).sum(3), gradient.view(split).sum(3))
         scale, _ = self._affine(weights, len(leaf))
         back = torch.autograd.grad(normal, leaf, gradient * scale)[0].view(shape) if wanted else None
-        return back, Given(torch.cat(parts, 2))
+        return back, Given(F.pad(torch.cat(parts, 2), (0, self.part.stop - self.part.start - 2 * self.channels)))
 
 
 @dataclass(frozen=True)

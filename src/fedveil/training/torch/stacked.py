@@ -9,8 +9,9 @@ clip factors and the clipped sums, without a second backward pass:
   with one position (Linear) its norm is |d| |a|, else the gradient is written out: what is summed is what was measured;
 - norms, factors and sums are float64 (see `protect.bounded` for what that proves).
 
-Images are kept channels-last in memory; convolution weights in the order (out, row, column, in), so that a patch
-is a contiguous copy. A chunk's memory is bounded by `chunk_for`.
+Images are kept channels-last in memory. Weights are kept as the products need them, every layer a matrix in whole cache
+lines with its bias as one more column and zeros behind (convolutions: out x (row, column, in)); `encode` and `decode`
+translate at the beginning and at the end. A chunk's memory is bounded by `chunk_for`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from fedveil.training.torch.layers import (
     materialise,
     measure,
     plain_group_norm,
+    room_for,
     size_of,
     sum_plainly,
     sum_up,
@@ -123,17 +125,20 @@ def _layers(module: nn.Module, layout: Layout) -> list[Layer]:
     """The module as a list of stackable layers."""
     slices = layout.layer_slices()
     found: list[Layer] = []
+    end = 0
     for name, leaf in leaves(module):
-        if isinstance(leaf, nn.Linear | nn.Conv2d) or (isinstance(leaf, nn.GroupNorm) and leaf.affine):
+        room = _room(leaf)
+        if room:
             layer = layout.layer_names.index(name)
-            part = slices[layer]
+            flat, part, end = slices[layer], slice(end, end + room), end + room
         if isinstance(leaf, nn.Linear):
-            found.append(Linear(layer, part, leaf.in_features, leaf.out_features, leaf.bias is not None))
+            found.append(Linear(layer, part, flat, leaf.in_features, leaf.out_features, leaf.bias is not None))
         elif isinstance(leaf, nn.Conv2d):
             found.append(
                 Conv(
                     layer,
                     part,
+                    flat,
                     leaf.in_channels,
                     leaf.out_channels,
                     _pair(leaf.kernel_size),
@@ -144,7 +149,7 @@ def _layers(module: nn.Module, layout: Layout) -> list[Layer]:
                 )
             )
         elif isinstance(leaf, nn.GroupNorm) and leaf.affine:
-            found.append(GroupNorm(layer, part, leaf.num_channels, leaf.num_groups, leaf.eps))
+            found.append(GroupNorm(layer, part, flat, leaf.num_channels, leaf.num_groups, leaf.eps))
         elif isinstance(leaf, nn.GroupNorm):
             found.append(Free(partial(plain_group_norm, groups=leaf.num_groups, eps=leaf.eps)))
         elif isinstance(leaf, nn.ReLU):
@@ -158,6 +163,15 @@ def _layers(module: nn.Module, layout: Layout) -> list[Layer]:
         elif not isinstance(leaf, nn.Identity | nn.Dropout):
             found.append(Free(leaf))
     return _sharpen(found)
+
+
+def _room(leaf: nn.Module) -> int:
+    """Numbers that the layer's weights take in whole lines; 0 for a layer without weights."""
+    if isinstance(leaf, nn.Linear):
+        return room_for(leaf.out_features, leaf.in_features + (leaf.bias is not None))
+    if isinstance(leaf, nn.Conv2d):
+        return room_for(leaf.out_channels, leaf.weight[0].numel() + (leaf.bias is not None))
+    return room_for(1, 2 * leaf.num_channels) if isinstance(leaf, nn.GroupNorm) and leaf.affine else 0
 
 
 def _sharpen(layers: list[Layer]) -> list[Layer]:
@@ -190,30 +204,37 @@ class Net:
     row_cost: int  # numbers that one example keeps busy
     outputs: torch.Size = field(default_factory=lambda: torch.Size([1]))
 
-    def _convs(self) -> list[Conv]:
-        return [c for c in self.layers if isinstance(c, Conv) and c.inputs > 1 and c.patch > c.inputs]
+    @property
+    def size(self) -> int:
+        """Numbers that a client's weights take here."""
+        return max(layer.part.stop for layer in self._trained)
+
+    @property
+    def _trained(self) -> list[Linear | Conv | GroupNorm]:
+        return [layer for layer in self.layers if isinstance(layer, Linear | Conv | GroupNorm)]
 
     def encode(self, flat: Tensor) -> Tensor:
-        """From parameter order to this engine's order (convolution kernels channels-last)."""
-        return self._permuted(flat, lambda conv: (conv.inputs, conv.patch // conv.inputs))
+        """From parameter order to this engine's order."""
+        return self.add(flat.new_zeros(len(flat), self.size), flat)
 
     def decode(self, own: Tensor) -> Tensor:
         """Back to parameter order."""
-        return self._permuted(own, lambda conv: (conv.patch // conv.inputs, conv.inputs))
+        flat = own.new_empty(len(own), self.layout.size)
+        for layer in self._trained:
+            for here, there in layer.views(own, flat):
+                there.copy_(here)
+        return flat
 
-    def _permuted(self, matrix: Tensor, shape: Callable[[Conv], tuple[int, int]]) -> Tensor:
-        convs = self._convs()
-        if not convs:
-            return matrix
-        out = matrix.clone()
-        for conv in convs:
-            part = slice(conv.part.start, conv.part.start + conv.outputs * conv.patch)
-            old, new = shape(conv)
-            view = (len(matrix), conv.outputs, new, old)
-            out[:, part].view(view).copy_(
-                matrix[:, part].view(len(matrix), conv.outputs, old, new).transpose(2, 3)
-            )
-        return out
+    def padding(self, like: Tensor) -> Tensor:
+        """[1, P] with a 1 in each place that is no parameter."""
+        return 1 - self.encode(like.new_ones(1, self.layout.size))
+
+    def add(self, own: Tensor, flat: Tensor) -> Tensor:
+        """Add numbers in parameter order to `own`."""
+        for layer in self._trained:
+            for here, there in layer.views(own, flat):
+                here.add_(there)
+        return own
 
     def clipped(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
@@ -242,10 +263,10 @@ class Net:
         losses = losses.view(clients, -1)
         if without is not None:
             losses = losses.masked_fill(without, 0)
-        total = torch.empty_like(weights, dtype=torch.float64 if clipping.bounded else None)
+        total = torch.empty_like(weights, dtype=torch.float64 if clipping.bounded and clipping.wide else None)
         first = next(i for i, layer in enumerate(self.layers) if layer.layer is not None)
-        norms, bounds = [losses] * self.layout.layers, [losses] * self.layout.layers
-        waiting: list[tuple[slice, Outer | Given]] = []
+        norms = [losses] * self.layout.layers
+        waiting: list[tuple[int, slice, Outer | Given]] = []
         for i in range(len(self.layers) - 1, first - 1, -1):
             layer = self.layers[i]
             back, capture = layer.backward(weights, tape.pop(), gradient, i > first)
@@ -253,32 +274,31 @@ class Net:
             if layer.layer is None or capture is None:
                 continue
             if clipping.shift is not None and clipping.scale is not None:
-                capture = _mapped(capture, clipping.shift[:, layer.part], clipping.scale[:, layer.part])
+                scale = (clipping.scale + self.padding(clipping.scale))[:, layer.part]
+                capture = _mapped(capture, clipping.shift[:, layer.part], scale)
             if without is not None:
                 capture = _cleared(capture, without)
             if clipping.bounded or clipping.norms:
                 norms[layer.layer], capture = measure(capture, clipping.norm)
-            if clipping.flat:  # the factor needs every layer's norm
-                waiting.append((layer.part, capture))
-                continue
             if not clipping.bounded:
                 sum_plainly(capture, total[:, layer.part])
                 continue
-            wide, bounds[layer.layer] = clipping.factors(norms[layer.layer][:, :, None], mask)
+            if clipping.flat or isinstance(capture, Outer):  # flat: the factor needs every layer's norm; else to save calls
+                waiting.append((layer.layer, layer.part, capture))
+                continue
+            wide, _ = clipping.factors(norms[layer.layer][:, :, None], mask)
             sum_up(capture, wide[:, :, 0], total[:, layer.part])
         if not clipping.bounded and not clipping.norms:
             return Pass(total, losses, None, None, mask)
         every = torch.stack(norms, 2)
         if not clipping.bounded:
             return Pass(total, losses, every, None, mask)
-        if clipping.by_layer:
-            bound = torch.cat(bounds, 2) if clipping.bound is None else bounds[0]
-            return Pass(total, losses, every, bound, mask)
-        flat = size_of(every, clipping.norm)[:, :, None]
-        wide, bound = clipping.factors(flat, mask)
-        for part, capture in waiting:
-            sum_up(capture, wide[:, :, 0], total[:, part])
-        return Pass(total, losses, flat, bound, mask)
+        if clipping.flat:
+            every = size_of(every, clipping.norm)[:, :, None]
+        wide, bound = clipping.factors(every, mask)
+        for number, part, capture in waiting:
+            sum_up(capture, wide[:, :, 0 if clipping.flat else number], total[:, part])
+        return Pass(total, losses, every, bound, mask)
 
 
 def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
@@ -301,7 +321,8 @@ def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:
         raise UserError(f"The stacked engine cannot train this model: {reason}. Use engine = auto.")
     layout = layout_of(module)
     layers = tuple(_layers(module, layout))
-    weights, out, cost = torch.zeros(1, layout.size), torch.zeros(1, *shape), 0
+    net = Net(layout, layers, 1, 1)
+    weights, out, cost = torch.zeros(1, net.size), torch.zeros(1, *shape), 0
     with torch.no_grad():
         for layer in layers:
             out, saved = layer.forward(weights, out, False)
@@ -310,7 +331,7 @@ def compile_net(module: nn.Module, shape: Sequence[int]) -> Net:
                 cost += saved[0].numel() + layer.patch * layer.outputs
             elif isinstance(layer, Linear) and out.dim() > 2:
                 cost += layer.inputs * layer.outputs
-    return Net(layout, layers, max(1, _CACHE // max(cost, 1)), cost, out.shape[1:])
+    return replace(net, rows=max(1, _CACHE // max(cost, 1)), row_cost=cost, outputs=out.shape[1:])
 
 
 def typical_width(work: ClientWork) -> int:
@@ -344,6 +365,7 @@ def train(
     `norms` False leaves out the gradient norms (zeros in the result) where neither clipping nor noise
     needs them. `threads` is ignored: one thread of torch; `training.pool` runs processes instead.
     """
+    descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     net = compile_net(module, data.shape[1:])
     descent.check_targets(net.outputs, targets, plan.loss)
