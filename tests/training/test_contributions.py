@@ -271,7 +271,7 @@ def test_only_sum_is_what_a_step_takes(engine, isa):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 17, 32])
 @pytest.mark.parametrize("outer", [True, False])
 def test_float32_sums_err_by_no_more_than_their_stated_share(count, outer):
-    """Terms of one size and mixed signs, against exact sums: the stacked engine's short sums, as outer products and written out."""
+    """The stacked engine's short sums against exact ones: terms of mixed signs, as outer products and written out."""
     draw = torch.Generator().manual_seed(count)
     d, a = (torch.randn(2, count, 1, 16, generator=draw) for _ in range(2))
     factors = torch.rand(2, count, generator=draw, dtype=torch.float64)

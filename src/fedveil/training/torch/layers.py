@@ -71,7 +71,7 @@ def matrix_views(
     """(own, flat) views of equal shape: the parameters of a layer in whole lines, with the bias as one more column, and as
     torch has them. at: where the layer begins in both."""
     (here, there), line = at, padded(inputs + bias)
-    here, there = own.storage_offset() + here, flat.storage_offset() + there
+    here, there = int(own.storage_offset()) + here, int(flat.storage_offset()) + there
     k, own_step, flat_step = len(own), own.stride(0), flat.stride(0)
     pairs = [
         (

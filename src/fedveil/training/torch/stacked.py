@@ -17,7 +17,7 @@ translate at the beginning and at the end. A chunk's memory is bounded by `chunk
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
