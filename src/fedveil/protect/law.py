@@ -83,7 +83,9 @@ class Gaussian:
         return sigma * bound, 0.0
 
     def draw(self, key: bytes, step: int, count: int, scale: float, shape: float) -> np.ndarray:
-        return noise.normals(key, step, count) * np.float32(scale)
+        made = noise.normals(key, step, count)
+        made *= np.float32(scale)
+        return made
 
     def units(self, key: bytes, step: int, count: int, scale: float, shape: float, norm: Norm) -> np.ndarray:
         return exact.gaussian(key, step, count, scale)

@@ -227,12 +227,7 @@ def _stack(
         gradient = total.to(dtype).div_(plan.expected_batch)
         if shift is not None and scale is not None:
             gradient = gradient.mul_(scale).add_(shift)
-        if plan.proximal:
-            gradient.add_(weights - first, alpha=plan.proximal)
-        if plan.penalty and anchor is not None:
-            gradient.add_(weights - anchor, alpha=plan.penalty)
-        if control is not None:
-            gradient.add_(control)
+        _add_terms(gradient, plan, weights, first, anchor, control)
         if plan.optimiser.rule != "sgd":
             weights, moments = optimisers.step(
                 plan.optimiser, moments, weights, gradient, plan.learning_rate, step + 1
@@ -242,6 +237,17 @@ def _stack(
             gradient = velocity.mul_(plan.momentum).add_(gradient)
         weights.sub_(gradient, alpha=plan.learning_rate)
     return _result(network.decode(weights - first), figures, counts.sum(1), plan)
+
+
+def _add_terms(
+    gradient: Tensor, plan: LocalPlan, weights: Tensor, first: Tensor, anchor: Tensor | None, control: Tensor | None
+) -> None:
+    if plan.proximal:
+        gradient.add_(weights - first, alpha=plan.proximal)
+    if plan.penalty and anchor is not None:
+        gradient.add_(weights - anchor, alpha=plan.penalty)
+    if control is not None:
+        gradient.add_(control)
 
 
 @dataclass(frozen=True)
@@ -335,13 +341,8 @@ class _Noise:
         if self.normals is not None:
             self.normals.draw(step, np.full(len(self.work), drawing.scale, np.float32), self.room)
             return
-        if kernel_of(drawing.law) == Gaussian().kernel and drawing.scale > 0:  # Gaussian.draw into a given place
-            scale = np.float32(drawing.scale)
-            for row, one in zip(self.room, self.work, strict=True):
-                np.multiply(noise.normals(one.noise_key, step, self.size), scale, out=row)
-            return
-        for k, one in enumerate(self.work):
-            self.room[k] = drawing.draw(one.noise_key, step, self.size)
+        for row, one in zip(self.room, self.work, strict=True):
+            row[:] = drawing.draw(one.noise_key, step, self.size)
 
 
 def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarray:
