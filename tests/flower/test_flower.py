@@ -28,7 +28,7 @@ from fedveil.flower.node import ledger_of
 from fedveil.flower.server import Options, gather, options_of, serve
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.ledger.journal import read
-from fedveil.protect import place
+from fedveil.protect import bounded, place
 from fedveil.training import pool
 
 NODES = {100: 2, 101: 0, 102: 3, 103: 1}  # node id -> client: ids say nothing about numbers
@@ -158,7 +158,8 @@ def test_a_node_speaks_of_the_engine_that_its_own_mechanism_takes(tmp_path: Path
             return prepared(*given)
 
     monkeypatch.setattr(nodes, "_prepared", at_the_node)
-    monkeypatch.setattr(place, "COVERED", ("native", "stacked"))
+    for module in (place, bounded):
+        monkeypatch.setattr(module, "COVERED", ("native", "stacked"))
     own = {"client_epsilons": [4.0, 8.0], "client_mechanisms": ["gaussian", "laplace"]}
     federate(tmp_path, config_of("udp-fl", rounds=1, **own))
     for client in range(4):
