@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from fedveil.protect import noise
 
 aten = torch.ops.aten
+Value: TypeAlias = Any  # an argument of an operation: its own schema says which
 _PIECE = 64  # numbers: a whole number of the steps of any vector loop
 _LINE = 64  # bytes
 
@@ -45,7 +46,7 @@ _BY_DIMENSION = {"transpose": (1, 2), "select": (1,), "slice": (1,), "cat": (1,)
                  "unbind": (1,), "stack": (1,)}  # fmt: skip  # where their arguments name axes
 
 
-def compiled(device: torch.device, dtype: torch.dtype) -> Any:
+def compiled(device: torch.device, dtype: torch.dtype) -> Value:
     """The compiled module, where it is installed and can take such numbers; else None."""
     native = noise._native
     return native if hasattr(native, "products") and dtype == torch.float32 and device.type == "cpu" else None
@@ -115,7 +116,7 @@ def _lifted(rank: int, x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], *[1] * missing, *x.shape[1:]) if missing > 0 else x
 
 
-def _in_pieces(op: Callable[..., Tensor], shape: Sequence[int], each: Sequence[bool], *args: Any, **options: Any) -> Tensor:
+def _in_pieces(op: Callable[..., Tensor], shape: Sequence[int], each: Sequence[bool], *args: Value, **options: Value) -> Tensor:
     """An element-wise function of stacks, all of them spread to `shape` and padded so that examples begin at whole pieces."""
     count = math.prod(shape)
     n = next(a.shape[0] for a, own in zip(args, each, strict=True) if own)
@@ -125,7 +126,7 @@ def _in_pieces(op: Callable[..., Tensor], shape: Sequence[int], each: Sequence[b
     ):
         return op(*args, **options)
 
-    def flat(value: Any, own: bool) -> Any:
+    def flat(value: Value, own: bool) -> Value:
         if not isinstance(value, Tensor):
             return value
         value = (_lifted(len(shape), value) if own else value).expand(whole).reshape(n, count)
@@ -141,9 +142,9 @@ def _row(value: Tensor, at: int) -> Tensor:
     return row.clone() if row.data_ptr() % _LINE else row
 
 
-def _one_by_one(op: Callable[..., Any], each: Sequence[Any], *args: Any, **options: Any) -> Any:
+def _one_by_one(op: Callable[..., Value], each: Sequence[Value], *args: Value, **options: Value) -> Value:
     """The operation on every example by itself, its results stacked."""
-    def pick(value: Any, own: Any, at: int) -> Any:
+    def pick(value: Value, own: Value, at: int) -> Value:
         if isinstance(own, list):
             return [pick(v, o, at) for v, o in zip(value, own, strict=True)]
         return _row(value, at) if own else value
@@ -155,7 +156,7 @@ def _one_by_one(op: Callable[..., Any], each: Sequence[Any], *args: Any, **optio
     return torch.stack(found)
 
 
-def _stacks(args: Sequence[Any], each: Sequence[Any]) -> list[Tensor]:
+def _stacks(args: Sequence[Value], each: Sequence[Value]) -> list[Tensor]:
     found: list[Tensor] = []
     for value, own in zip(args, each, strict=True):
         found += _stacks(value, own) if isinstance(own, list) else [value] if own else []
@@ -209,25 +210,25 @@ def _same(node: fx.Node) -> fx.Node | None:
     return source if name in _KEPT or unchanged else None
 
 
-def _origin(value: Any) -> Any:
+def _origin(value: Value) -> Value:
     """What a chain of reshapes began with."""
     while isinstance(value, fx.Node) and value.op == "call_function" and value.target is _reshaped:
         value = value.args[1]
     return value
 
 
-def _flags(value: Any, each: dict[fx.Node, bool]) -> Any:
+def _flags(value: Value, each: dict[fx.Node, bool]) -> Value:
     if isinstance(value, list | tuple):
         return [_flags(v, each) for v in value] if any(isinstance(v, fx.Node) for v in value) else False
     return isinstance(value, fx.Node) and each[value]
 
 
-Rule = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Rule = tuple[Callable[..., Value], tuple[Value, ...], dict[str, Value]]
 
 
 def _rule(node: fx.Node, each: dict[fx.Node, bool]) -> Rule:
     """What computes this node for all examples."""
-    op: Any = node.target
+    op: Value = node.target
     args, options = node.args, dict(node.kwargs)
     own = [_flags(a, each) for a in args]
     name = _name(node)
@@ -243,8 +244,8 @@ def _rule(node: fx.Node, each: dict[fx.Node, bool]) -> Rule:
     return _one_by_one, (op, own, *args), options
 
 
-def _named(op: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+def _named(op: Callable[..., Value], count: int, names: Sequence[str]) -> Callable[..., Value]:
+    def call(*args: Value) -> Value:
         return op(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
     return call
@@ -255,8 +256,8 @@ def _later(dimension: int) -> int:
     return dimension + 1 if dimension >= 0 else dimension
 
 
-def _shape_rule(name: str, node: fx.Node, own: Sequence[Any]) -> Rule | None:
-    args: Any = node.args
+def _shape_rule(name: str, node: fx.Node, own: Sequence[Value]) -> Rule | None:
+    args: Value = node.args
     shape = node.meta.get("shape")
     if name in _RESHAPED and isinstance(shape, tuple):
         return _reshaped, (shape, args[0]), {}
@@ -275,9 +276,9 @@ def _shape_rule(name: str, node: fx.Node, own: Sequence[Any]) -> Rule | None:
     return node.target, tuple(full), dict(node.kwargs)  # type: ignore[return-value]
 
 
-def _row_rule(name: str, op: Any, node: fx.Node, own: Sequence[Any]) -> Rule | None:
+def _row_rule(name: str, op: Value, node: fx.Node, own: Sequence[Value]) -> Rule | None:
     """Products, sums over leading axes, and what works along the last axis."""
-    args: Any = node.args
+    args: Value = node.args
     shape = node.meta.get("shape")
     if name == "mm":
         return _mm, (own[0], own[1], *args), {}
@@ -303,7 +304,7 @@ def _row_rule(name: str, op: Any, node: fx.Node, own: Sequence[Any]) -> Rule | N
     return None
 
 
-def _pointwise_rule(name: str, op: Any, node: fx.Node, own: Sequence[Any]) -> Rule | None:
+def _pointwise_rule(name: str, op: Value, node: fx.Node, own: Sequence[Value]) -> Rule | None:
     args, shape = node.args, node.meta.get("shape")
     pointwise = torch.Tag.pointwise in op.tags or name in _EXACT
     tensors = [a for a in args if isinstance(a, fx.Node)]
@@ -321,10 +322,10 @@ def _pointwise_rule(name: str, op: Any, node: fx.Node, own: Sequence[Any]) -> Ru
     return _exact, (op, len(shape), tuple(own), *args), dict(node.kwargs)
 
 
-def _exact(op: Callable[..., Tensor], rank: int, each: Sequence[bool], *args: Any, **options: Any) -> Tensor:
+def _exact(op: Callable[..., Tensor], rank: int, each: Sequence[bool], *args: Value, **options: Value) -> Tensor:
     return op(*[_lifted(rank, a) if own else a for a, own in zip(args, each, strict=True)], **options)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: Value) -> tuple[int, ...]:
     found = value.meta.get("shape") if isinstance(value, fx.Node) else ()
     return found if isinstance(found, tuple) else ()
