@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from fedveil.cli import build
 from fedveil.errors import UserError
+from fedveil.protect.catalogue import get
+from fedveil.protect.recipe import with_changes
 from fedveil.studies import jobs, render, runner, settings
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
 from fedveil.studies.index import find
@@ -355,3 +357,16 @@ def test_the_page_of_what_is_finished_shows_just_that_and_runs_nothing(tmp_path,
     assert "2 of 4 cells were run" in render.markdown(chosen, rows, "fedveil reproduce p9-table1", {})
     with pytest.raises(UserError, match="no cell"):
         runner.only_finished(runner.plan(entry(), "paper"), {})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "law"),
+    [
+        ("dp-baseline", {}, "exact"),
+        ("dp-baseline", {"grid": 0.0}, "float"),
+        ("dp-dyns-l2max", {}, "float"),
+        ("non-private", {}, "none"),
+    ],
+)
+def test_a_cell_names_the_noise_that_its_run_drew(recipe, change, law):
+    assert jobs.law_of(with_changes(get(recipe), change)) == law

@@ -31,6 +31,7 @@ from fedveil.studies.cells import (
 if TYPE_CHECKING:
     from fedveil.data.datasets import Dataset
     from fedveil.federation.config import RunConfig
+    from fedveil.protect.recipe import Recipe
 
 Result = Document
 
@@ -157,12 +158,17 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "rounds": result["rounds"],
         "stopped": result["stopped"],
         "engine": result["engine"],
-        "noise_law": "exact" if getattr(config.built_recipe(), "grid", 0) else "float",
+        "noise_law": law_of(config.built_recipe()),
         "cpu_seconds": cpu,
         "l2max": config.built_recipe().scale.batch,
         "variance": config.fixed_variance,
         "ledger": [row for row in result["ledger"] if row["observer"] in ("server", "public")],
     }
+
+
+def law_of(recipe: Recipe) -> str:
+    """Which noise a run draws: exact (on a grid), float, or none."""
+    return ("exact" if recipe.fineness > 0 else "float") if recipe.private else "none"
 
 
 def _time(job: Time, seed: int) -> Result:
