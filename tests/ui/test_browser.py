@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("playwright", reason="browser tests need playwright")
 pytest.importorskip("fastapi", reason="the dashboard needs the ui extra")
 import uvicorn
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Playwright, expect, sync_playwright
 
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run as simulate
@@ -37,10 +37,22 @@ pytestmark = [
 ]
 
 
+def launch(play: Playwright) -> Browser:
+    """Chromium, started again up to twice: now and then it dies of a trap of its own while it starts."""
+    for left in (2, 1, 0):
+        try:
+            return play.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        except Error:
+            if not left:
+                raise
+            time.sleep(2)
+    raise AssertionError("not reached")
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        found = launch(play)
         yield found
         found.close()
 

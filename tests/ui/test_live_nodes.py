@@ -177,7 +177,7 @@ def chromium() -> Iterator[Any]:
     if browsing.CHROMIUM is None:
         pytest.skip("no Chromium here (set FEDVEIL_CHROMIUM or install one)")
     with browsing.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=browsing.CHROMIUM, headless=True, args=browsing.FLAGS)
+        found = browsing.launch(play)
         yield found
         found.close()
 
