@@ -50,7 +50,7 @@ LDP: dict[str, Values] = {
 # "on 5% of their data for 2 epochs". The authors train with Adam at rate 0.01; ours is plain SGD, whose rate was chosen on
 # a tenth of MNIST's training rows set aside (see UDP_RATE). Inputs are standardised by public constants, as theirs.
 # Set-aside accuracy at ε = 4, Gaussian. MNIST: 0.897 at 0.5, 0.930 at 1, 0.956 at 2; Medical MNIST: 0.917 at 2, 0.872 at 20;
-# UTKFace (clip 0.01): 0.758 at 20, 0.683 at 200. Without noise and clip (`plain_rate`)
+# UTKFace (gender, clip 0.01): 0.758 at 20, 0.683 at 200. Without noise and clip (`plain_rate`)
 # Medical MNIST has 0.998 at 0.2, 0.185 at 0.5.
 UDP_RATE = 2.0
 _UDP: Values = {**_RUN, "partition": "iid", "clients": 10, "rounds": 150, "learning_rate": UDP_RATE, "calibrate": True,
