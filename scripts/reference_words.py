@@ -25,6 +25,7 @@ PROMISE: dict[str, str] = {
     "learning_rate_end": "no (yes if `clip.bound` follows it)",
     "momentum": "no",
     "local_optimiser": "no",
+    "loss": "no",
     "model": "yes: layers clipped one by one cost √layers; rounding to the grid, Laplace and Staircase count weights",
     "model_options": "yes: as `model`",
     "server_learning_rate": "no",

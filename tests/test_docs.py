@@ -225,7 +225,7 @@ UNMOVED = {  # key marked "no" -> another value, and a configuration that uses t
     "server_learning_rate": (0.5, BASE), "server_momentum": (0.5, {**BASE, "aggregate": "momentum"}), "average": (0.5, BASE),
     "curve": ("bezier", BASE), "minimum_clients": (2, BASE), "tuning": ("by hand", BASE),
     "seed": (3, BASE), "engine": ("torch", BASE), "workers": (2, BASE), "chunk": (1, BASE), "evaluate_every": (2, BASE),
-    "metrics": (("auc",), BASE),
+    "metrics": (("auc",), BASE), "loss": ("label-smoothing:share=0.2", BASE),
     "checkpoint_every": (2, BASE), "diagnostics": (False, BASE), "report": (False, BASE), "device": ("cpu:0", BASE),
     "protect.summary": ("words", BASE), "protect.paper": ("words", BASE), "family": ("local", BASE), "aggregate": ("adam", BASE),
     "prior": ("model", REPORTS), "adapt": ("spread", {**REPORTS, "ranges": "adaptive"}), "radius": (0.5, REPORTS),

@@ -36,6 +36,7 @@ from fedveil.models.layout import flatten
 from fedveil.privacy import checks
 from fedveil.protect.catalogue import catalogue, get
 from fedveil.protect.recipe import Recipe, with_changes
+from fedveil.training import losses
 from fedveil.training.evaluate import evaluate, outputs
 from fedveil.training.metrics import Metric
 
@@ -300,7 +301,7 @@ def fit(
     table = {**({"group": group} if group else {}), **columns}
     chosen = choose(
         data, epsilon=epsilon, delta=delta, target=target, text=text, observer=observer, clients=clients, seed=seed,
-        table=table, **settings,
+        table=table, **_dotted(settings),
     )  # fmt: skip
     folder = _folder(out)
     facts = carry_out(chosen, folder, control=control, on_round=on_round)
@@ -448,10 +449,11 @@ def make_private(
     )  # fmt: skip
 
 
-def _dotted(settings: Mapping[str, object]) -> dict[str, object]:
-    """Keywords as keys: clip_bound is clip.bound."""
+def _dotted(settings: Mapping[str, object]) -> Document:
+    """Keywords as keys: clip_bound is clip.bound; a loss that is a function by its name."""
     return {
-        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value for key, value in settings.items()
+        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: losses.named(value) if key == "loss" else value
+        for key, value in settings.items()
     }
 
 

@@ -15,7 +15,7 @@ from fedveil.errors import UserError, did_you_mean
 from fedveil.jsons import plain
 
 TrustFlag = Annotated[
-    bool, typer.Option("--trust-code", help="Import code named as package.module:name (dataset, model, features, recipe).")
+    bool, typer.Option("--trust-code", help="Import code named as package.module:name (dataset, model, features, recipe, loss).")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 DeltaOption = Annotated[float, typer.Option("--delta", help="The delta of the promise: 0 to below 1.")]

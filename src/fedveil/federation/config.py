@@ -86,6 +86,11 @@ class RunConfig(BaseModel):
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="in local training")
     local_optimiser: str = Field("sgd", description="sgd, adam or adamw, as adamw:decay=0.01,beta1=0.9")
+    loss: str = Field(
+        "auto",
+        description="cross-entropy, label-smoothing:share=0.1, binary-cross-entropy (classes), squared, huber:width=1 (values), "
+        "or package.module:function",
+    )
     model: str = Field("auto", description="a model name, module:function, or auto")
     model_options: dict[str, Any] = Field(default_factory=dict)
 

@@ -57,7 +57,7 @@ from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
 from fedveil.protect.tally import paid_release
-from fedveil.training import metrics, pool
+from fedveil.training import losses, metrics, pool
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
 from fedveil.training.evaluate import evaluate, outputs
@@ -138,7 +138,9 @@ def _prepared(
     module = _model(config, dataset, module)
     notes: tuple[str, ...] = dataset.notes
     task = _task(config, recipe, dataset, dealt, module, root)
-    metrics.check(config.metrics, task.loss == "squared")
+    metrics.check(config.metrics, task.measured == "squared")
+    if losses.own(task.loss):
+        losses.check_own(task.loss, dataset.classes or 1, dataset.classes)
     if config.client_epsilons or config.calibrate:
         from fedveil.federation.harmonize import harmonize
 
@@ -195,7 +197,7 @@ def _task(
         learning_rate_end=config.learning_rate_end,
         momentum=config.momentum,
         optimiser=parse_optimiser(config.local_optimiser),
-        loss="squared" if dataset.task == "regression" else "cross-entropy",
+        loss=losses.chosen(config.loss, dataset.task == "regression"),
         server_learning_rate=config.server_learning_rate,
         server_momentum=config.server_momentum,
         average=config.average,
@@ -579,6 +581,9 @@ def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
             f"--resume: {folder} was planned for {before.rounds} rounds. Adding rounds after its results were seen is not "
             "covered by its promise; start a new run with the rounds you want, or with target_epsilon as their limit"
         )
+    made_with = store.read_json(folder / "run.json").get("identity")
+    if losses.own(config.loss) and not changed and made_with != config_hash(config):
+        raise UserError(f"--resume: the files of the loss '{config.loss}' are not those of the run in {folder}; start a new run")
     if changed and not (longer and config.learning_rate_end is None and not config.average):
         raise UserError(f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead")
 
@@ -704,15 +709,19 @@ def config_hash(config: RunConfig) -> str:
     values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k != "table" or v)}
     if named_code(config.recipe) or config.recipe.startswith(GIVEN):
         values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
+    if losses.own(config.loss):
+        values["loss"] = f"{config.loss} {losses.digest(config.loss)}"
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def check_recipe(run: store.Run) -> None:
-    """Refuse to speak about a run with a recipe of the user's own that is not the one it was made with any more."""
-    own = named_code(run.config.recipe) or run.config.recipe.startswith(GIVEN)
-    if own and config_hash(run.config) != run.facts.get("identity"):
+    """Refuse to speak about a run with a recipe or loss of the user's own that is not the one it was made with any more."""
+    recipe = run.config.recipe
+    own = named_code(recipe) or recipe.startswith(GIVEN)
+    told = f"the recipe '{recipe.removeprefix(GIVEN)}'" if own else f"the loss '{run.config.loss}'"
+    if (own or losses.own(run.config.loss)) and config_hash(run.config) != run.facts.get("identity"):
         raise UserError(
-            f"{run.path}: the recipe '{run.config.recipe.removeprefix(GIVEN)}' is not the one that this run was made with: its "
+            f"{run.path}: {told} is not the one that this run was made with: its "
             "values, the files of its package, or this version of fedveil are others. The run's ledger speaks of the old one"
         )
 
@@ -781,10 +790,10 @@ def record_round(
     stop = ""
     if _evaluated(config, state):
         weights = model_weights(state)
-        found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss, config.metrics)
+        found = evaluate(task.module, weights, data.x_test, data.y_test, task.measured, config.metrics)
         line |= {f"test_{name}": value for name, value in found.items()}
         if data.x_validation is not None and data.y_validation is not None:
-            public = evaluate(task.module, weights, data.x_validation, data.y_validation, task.loss)
+            public = evaluate(task.module, weights, data.x_validation, data.y_validation, task.measured)
             line |= {f"validation_{name}": value for name, value in public.items()}
             reached = public["accuracy"]
             if (
@@ -793,7 +802,7 @@ def record_round(
                 and reached >= config.target_accuracy
             ):
                 stop = f"target_accuracy = {config.target_accuracy} reached on the validation set"
-        if config.diagnostics and task.loss == "cross-entropy":
+        if config.diagnostics and task.measured == "cross-entropy":
             line |= distortions(task.module, weights, data.x_test[:256], data.y_test[:256])
         if not np.isfinite(weights).all():
             stop = "the global model is no longer finite: lower learning_rate"
@@ -813,7 +822,7 @@ def finish(
     if state.round and state.round not in store.checkpoints(folder / "checkpoints"):
         store.save_checkpoint(folder / "checkpoints", state, ledger.head)
     save_model(folder / "model.safetensors", weights, task.layout)
-    found = evaluate(task.module, weights, data.x_test, data.y_test, task.loss, config.metrics)
+    found = evaluate(task.module, weights, data.x_test, data.y_test, task.measured, config.metrics)
     result = {
         "recipe": task.recipe.name,
         "dataset": config.dataset,

@@ -32,7 +32,7 @@ from fedveil.protect.noised import Noised, each
 from fedveil.protect.place import InSum, Reports, downlink
 from fedveil.protect.recipe import Recipe, spacing
 from fedveil.protect.setting import Moment, Setting
-from fedveil.training.contract import ClientWork, LocalPlan, LocalResult, LossKind
+from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.evaluate import evaluate
 from fedveil.training.optimisers import SGD, Optimiser
 
@@ -110,7 +110,7 @@ class Task:
     learning_rate_end: float | None = None
     momentum: float = 0.0
     optimiser: Optimiser = SGD
-    loss: LossKind = "cross-entropy"
+    loss: str = "cross-entropy"
     server_learning_rate: float = 1.0
     server_momentum: float = 0.0
     average: float = 0.0
@@ -122,6 +122,11 @@ class Task:
     curve: Literal["polygon", "bezier"] = "polygon"
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
     secure: sums.Terms | None = None  # the sum is opened under masks
+
+    @property
+    def measured(self) -> Literal["cross-entropy", "squared"]:
+        """The loss that is measured on public rows, whichever one is trained with."""
+        return "squared" if np.issubdtype(self.y.dtype, np.floating) else "cross-entropy"
 
     @property
     def mover(self) -> Mean:
@@ -477,7 +482,7 @@ def _over_everyone(task: Task, state: State, total: np.ndarray) -> np.ndarray:
 def _merged(task: Task, state: State, now: Moment, mean: np.ndarray, kept: Sequence[Upload]) -> Merged:
     def public_loss(weights: np.ndarray) -> float | None:
         assert task.public is not None
-        return evaluate(task.module, weights, *task.public, task.loss)["loss"]
+        return evaluate(task.module, weights, *task.public, task.measured)["loss"]
 
     return Merged(
         start=state.weights,
@@ -492,7 +497,7 @@ def _merged(task: Task, state: State, now: Moment, mean: np.ndarray, kept: Seque
         public_loss=None if task.public is None else public_loss,
         public=task.public,
         module=task.module,
-        loss=task.loss,
+        loss=task.measured,
         curve=task.curve,
         seed=task.seed,
     )

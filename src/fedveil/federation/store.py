@@ -337,11 +337,13 @@ def names_code(config: RunConfig) -> str:
     found += re.findall(r"(?:^backbone:|\bmodule=)([\w.]+:\w+)", config.features or "")
     found += [config.recipe] if named_code(config.recipe) else []
     found += [name for name in config.metrics if ":" in name]
+    found += [config.loss] if named_code(config.loss) else []
     return found[0] if found else ""
 
 
 def refuse_named_code(config: RunConfig, trust: bool) -> None:
-    """A configuration may come from anyone: importing what it names (dataset, model, features, recipe) needs the user's word."""
+    """A configuration may come from anyone: importing what it names (dataset, model, features, recipe, loss) needs the
+    user's word."""
     name = names_code(config)
     if name and not trust:
         raise UserError(f"the configuration names code to import and call: '{name}'. If you trust it, add --trust-code")

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from fedveil.data.functions import is_function
 from fedveil.errors import UserError
 from fedveil.flower import identity, limits
 from fedveil.jsons import Document
@@ -288,6 +289,7 @@ def _admit(contract: Contract, request: Request, now: float) -> Admitted:
     _model(contract, request)
     _data(contract, request)
     _features(contract, config.features)
+    _loss(config.loss)
     if config.secure_sum:
         decide_sum(contract.sum, config)
     return Admitted(recipe, submitter)
@@ -326,6 +328,13 @@ def _features(contract: Contract, wanted: str | None) -> None:
         return
     listed = ", ".join(contract.features) or "none"
     raise Refused(f"contract: features {limits.plain(wanted, 100)} are not allowed here ({listed} are)")
+
+
+def _loss(wanted: str) -> None:
+    """Built-in losses only: no promise depends on them, but code of the server's choice does not run here."""
+    if is_function(wanted):
+        raise Refused(f"contract: the loss {limits.plain(wanted, 100)} is a function of the server's choice that would be "
+                      "imported here; nodes train with built-in losses (docs/models.md)")  # fmt: skip
 
 
 def _submitter(contract: Contract, request: Request) -> str:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 ClipKind = Literal["none", "layer", "flat"]
-LossKind = Literal["cross-entropy", "squared"]
 Examples: TypeAlias = "np.ndarray | torch.Tensor"  # all clients' examples, or their targets
 
 
@@ -47,7 +46,7 @@ class LocalPlan:
 
     Details that every engine follows:
     - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
-      outputs of (output - y)^2; y is float [n] or [n, outputs].
+      outputs of (output - y)^2; y is float [n] or [n, outputs]. Others, and own functions: training.losses, of one example each.
     - clip factor min(1, bound / norm), less a margin for rounding (see protect.bounded); norm `clip_norm` also for
       the median, for l2-max and for the reported norms. The clipped norm that l2-max looks at is min(norm, bound); the
       norm itself when clip is "none".
@@ -77,7 +76,7 @@ class LocalPlan:
     noised: tuple[Drawing, ...] = ()  # one for each step, on one grid; none: no noise
     proximal: float = 0.0
     penalty: float = 0.0
-    loss: LossKind = "cross-entropy"
+    loss: str = "cross-entropy"
     optimiser: Optimiser = SGD
     only_sum: bool = False  # the sum instead of a step: noise and step size follow elsewhere
 

@@ -18,6 +18,7 @@ from fedveil.models import compile
 from fedveil.models.layout import Layout, layout_of
 from fedveil.protect import exact, noise
 from fedveil.protect.law import Staircase, kernel_of
+from fedveil.training import losses
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 
 _KINDS = (
@@ -54,6 +55,8 @@ def _why_not(plan: LocalPlan) -> str | None:
         return "Staircase noise on a grid needs sensitivity = bound"
     if isinstance(plan.law, Staircase) and plan.law.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
+    if plan.loss not in losses.PLAIN:
+        return f"it has cross-entropy and squared error, not loss = {plan.loss}"
     if plan.optimiser.rule != "sgd":
         return f"it has no {plan.optimiser.rule}"
     return None

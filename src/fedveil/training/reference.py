@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import factor, norm_of
-from fedveil.training import dropout, optimisers
+from fedveil.training import dropout, losses, optimisers
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 
 
@@ -182,11 +182,7 @@ def example_gradient(
     image = torch.as_tensor(np.asarray(x)).to(weights.dtype)[None]
     with torch.enable_grad():
         output = functional_call(module, parameters, (image,))
-        if loss == "cross-entropy":
-            value = nn.functional.cross_entropy(output, torch.as_tensor(np.asarray(y)).long().reshape(1))
-        else:
-            target = torch.as_tensor(np.asarray(y)).to(weights.dtype)
-            value = nn.functional.mse_loss(output.reshape(-1), target.reshape(-1))
+        value = losses.of_one(loss)(output, torch.as_tensor(np.asarray(y))[None])
         wanted = [parameters[name] for name in layout.names]
         gradients = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
     gradient = torch.cat([g.reshape(-1) for g in gradients])

@@ -56,6 +56,8 @@ def victims_of(prepared: Prepared, state: State, tap: str, count: int, seed: int
     task, dealt = prepared.task, prepared.partition
     if prepared.dataset.task != "classification":
         raise UserError("gradient attacks rebuild classification inputs; this dataset is a regression task.")
+    if task.loss != "cross-entropy":
+        raise UserError(f"gradient attacks match gradients of cross-entropy; this run has loss = {task.loss}.")
     draw = generator(seed, "victims")
     batch = max(1, round(task.setting.batch))
     if tap == "type2":

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
@@ -67,13 +68,13 @@ class Net:
         self, weights: Tensor, x: Tensor, y: Tensor, loss: str, apart: bool
     ) -> tuple[Tensor, Tensor]:
         """Per-example gradients [B, P] and losses [B] of one client. With `apart` one after the other: under vmap an
-        example's rounding would depend on the rest of the batch, and its effect on a sum could not be bounded."""
+        example's rounding would depend on the rest of the batch, and its effect on a sum could not be bounded; and an own loss
+        may branch on numbers."""
+
+        of_one = losses_of.of_one(loss)
 
         def value(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
-            output = functional_call(self.module, parameters, (image[None],))
-            if loss == "cross-entropy":
-                return nn.functional.cross_entropy(output, target.long().reshape(1))
-            return nn.functional.mse_loss(output.reshape(-1), target.to(output.dtype).reshape(-1))
+            return of_one(functional_call(self.module, parameters, (image[None],)), target[None])
 
         # Copies of their own: torch may round otherwise where numbers begin elsewhere in memory.
         parameters = unflatten(weights.clone(), self.layout)
@@ -119,7 +120,7 @@ class Net:
     def _one(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
-        found, losses = self.gradients(weights[0], x, y, loss, clipping.bounded)
+        found, losses = self.gradients(weights[0], x, y, loss, clipping.bounded or losses_of.own(loss))
         raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
@@ -174,7 +175,7 @@ def train(
         outputs = functional_call(
             module, unflatten(first, layout), (data.new_zeros(1, *data.shape[1:]).to(dtype),)
         )
-    descent.check_targets(outputs.shape[1:], targets, plan.loss)
+    losses_of.check_targets(outputs.shape[1:], targets, plan.loss)
     size = chunk or 1
     parts = [
         descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)

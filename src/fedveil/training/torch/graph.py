@@ -23,6 +23,7 @@ from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import ORDERS
 from fedveil.training import dropout
+from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent, functional, trace
 from fedveil.training.torch.batched import compiled
@@ -163,7 +164,7 @@ class Net:
         with torch.enable_grad(), dropout.keyed(self.module, **self.place):
             image = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
             out = functional_call(self.module, {**trained, **dict(zip(self.program.fixed, self.fixed, strict=True))}, (image,))
-            losses, gradient = descent.loss_and_gradient(out.detach(), y, mask, loss)
+            losses, gradient = losses_of.of_batch(out.detach(), y, mask, loss)
             found = torch.autograd.grad(out, list(trained.values()), gradient, allow_unused=True)
         parts = [torch.zeros_like(w) if g is None else g for w, g in zip(trained.values(), found, strict=True)]
         return Pass(torch.cat([g.reshape(-1) for g in parts])[None].double(), losses.view(1, -1), None, None, mask)
@@ -250,6 +251,6 @@ def train(
             raise UserError(f"This model cannot be trained with per-example gradients: {unfit}; and {random}.") from unfit
         warnings.warn(f"Engine: torch.func, slower, because {unfit}.", stacklevel=2)
         return functional.train(module, start, x, y, work, plan, dtype=dtype, device=device, norms=norms)
-    descent.check_targets(net.program.outputs, targets, plan.loss)
+    losses_of.check_targets(net.program.outputs, targets, plan.loss)
     parts = [descent.run(net, start, data, targets, [one], plan, dtype=dtype, norms=norms) for one in work]
     return descent.join(parts, net.layout, plan)

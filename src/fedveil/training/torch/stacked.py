@@ -28,6 +28,7 @@ from torch import nn
 from fedveil.errors import UserError
 from fedveil.models import chain
 from fedveil.models.layout import Layout, layout_of
+from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
@@ -259,7 +260,7 @@ class Net:
         for layer in self.layers:
             out, saved = layer.forward(weights, out, clipping.bounded)
             tape.append(saved)
-        losses, gradient = descent.loss_and_gradient(out, y, mask, loss)
+        losses, gradient = losses_of.of_batch(out, y, mask, loss)
         losses = losses.view(clients, -1)
         if without is not None:
             losses = losses.masked_fill(without, 0)
@@ -368,7 +369,7 @@ def train(
     descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     net = compile_net(module, data.shape[1:])
-    descent.check_targets(net.outputs, targets, plan.loss)
+    losses_of.check_targets(net.outputs, targets, plan.loss)
     size = chunk or chunk_for(net, max(map(typical_width, work), default=1))
     parts = [
         descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)

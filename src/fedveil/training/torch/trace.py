@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.models.layout import layout_of
 from fedveil.training import dropout
+from fedveil.training import losses as losses_of
 from fedveil.training.torch import batched
 
 _TOLERANCE = 2e-4  # of the trial, relative to the largest gradient; float32 rounding is about 1e-6
@@ -149,6 +150,8 @@ def _made(module: nn.Module, x: Tensor, y: Tensor, loss: str) -> Program:
     stacks = [*[False] * (len(names) + len(fixed)), *[True] * (len(masks) + 2)]
     found = Program(batched.lower(traced, stacks), fixed, masks, outputs, shapes.numbers)
     _try(found, joint, inputs, x[:3], y[:3])
+    if losses_of.own(loss):  # did it take a target for a constant?
+        _try(found, joint, inputs, x[:3], (y[:3] + 1) % outputs[0] if not y.is_floating_point() else y[:3] + 1)
     return found
 
 
@@ -191,7 +194,11 @@ def _joint(
 
 
 def _loss_and_gradient(out: Tensor, y: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """As `descent.loss_and_gradient`, without changes in place."""
+    """As `losses.of_batch` of one example, without changes in place."""
+    if kind not in losses_of.PLAIN:
+        leaf = out.requires_grad_()
+        value = losses_of.of_one(kind)(leaf, y)
+        return value.detach().reshape(1), torch.autograd.grad(value, leaf)[0]
     if kind == "cross-entropy":
         logs = torch.log_softmax(out, 1)
         labels = y.long()[:, None]
