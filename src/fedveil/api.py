@@ -294,7 +294,7 @@ def fit(
 
     data: a path (.csv, .parquet, .npz, a folder of pictures), a built-in name, a pandas or Polars frame, a dictionary of
     columns, (x, y) arrays, a torch Dataset or a HF dataset. columns: what is declared about them, as `[table]` in a
-    configuration: drop, ranges, categories, classes, missing, task, test, split, scaling, knots. settings: keys of the run.
+    configuration: drop, keep, ranges, categories, classes, missing, task, test, split, scaling, knots. settings: keys of the run.
     """
     from fedveil.federation.fit import carry_out, choose
 

@@ -78,3 +78,25 @@ def test_get_of_an_embedded_dataset_has_nothing_to_do():
 def test_get_without_a_folder_says_what_to_set(monkeypatch):
     monkeypatch.delenv("FEDVEIL_DATA", raising=False)
     assert "FEDVEIL_DATA" in str(run("get", "mnist").exception)
+
+
+@pytest.mark.parametrize(("name", "words"), [("patients.csv", ()), ("images.npz", ()), ("letters.csv", ("--kind", "texts")),
+                                             ("patients.csv.gz", ("--rows", "50", "--seed", "3"))])  # fmt: skip
+def test_a_sample_is_drawn_anew_by_its_seed_and_never_over_a_file(name, words, tmp_path):
+    path = tmp_path / name
+    facts = json.loads(run("sample", str(path), *words, "--json").stdout)
+    made = path.read_bytes()
+    assert facts["rows"] >= 50 and len(made) > 500
+    assert isinstance(run("sample", str(path), *words).exception, UserError) and path.read_bytes() == made
+    path.unlink()
+    run("sample", str(path), *words)
+    if path.suffix != ".npz":  # archives hold the time of day
+        assert path.read_bytes() == made
+
+
+@pytest.mark.parametrize("words", [("a.txt",), ("a.npz", "--kind", "texts"), ("a.csv", "--kind", "images"),
+                                   ("a.csv", "--rows", "3"), ("a.csv", "--kind", "text"), ("no/such/folder/a.csv",)])  # fmt: skip
+def test_wrong_samples_are_user_errors_and_write_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(run("sample", *words).exception, UserError)
+    assert not list(tmp_path.iterdir())

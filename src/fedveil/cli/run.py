@@ -239,9 +239,12 @@ def _job(
 
 
 def tell(prepared: Prepared) -> None:
-    """Say before the first round what to expect, where that is little."""
+    """Say before the first round what to expect, where that is little, and what to check about the columns."""
     from fedveil.federation.forecast import forecast
 
+    for note in prepared.notes:
+        if note.startswith("check:"):
+            print(note, file=sys.stderr, flush=True)
     said = forecast(prepared)
     if said:
         print(f"forecast: {said}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedveil.data.frames import Table, numbers, read, words
+from fedveil.data.identifiers import is_identifier, learnt_from
 from fedveil.data.rows import Dataset, Task, split_rows
 from fedveil.data.text import encode as encode_texts
 from fedveil.errors import UserError, did_you_mean
@@ -32,7 +33,8 @@ Kind = Literal["number", "words", "left out"]
 class Columns:
     """What is declared about a table; every value is public.
 
-    target, group, drop, text, split: columns by their role. test: a fraction of the rows that is held out by seed, or another
+    target, group, drop, text, split: columns by their role. keep: columns to learn from although their names are those of
+    identifiers (`identifiers`). test: a fraction of the rows that is held out by seed, or another
     file. task: classification or regression. classes: the target's values. ranges: (low, high) of number columns, also of the
     target. categories: the words of word columns. missing: declared columns that may lack values and get a mark for it.
     scaling: what to do about columns without ranges or categories: "paid" looks at all rows once, under noise, for a share of
@@ -43,6 +45,7 @@ class Columns:
     target: str
     group: str = ""
     drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     text: str = ""
     split: str = ""
     test: float | str = 0.2
@@ -130,7 +133,7 @@ def columns_of(options: Mapping[str, object], target: str | None, text: str | No
     if not target:
         raise UserError(f"{where}: say which column to predict: --target COLUMN, or target = \"COLUMN\".")
     values: dict[str, Any] = dict(options)
-    for key in ("drop", "classes", "missing"):
+    for key in ("drop", "keep", "classes", "missing"):
         if key in values:
             values[key] = _names(values[key], f"{where}: {key}")
     for key in ("ranges", "categories"):
@@ -197,7 +200,8 @@ def sheet_of(source: Any, columns: Columns, seed: int) -> Sheet:
     check_names(table, columns)
     features = columns.features(table)
     if not features:
-        raise UserError(f"{table.name}: no feature columns are left beside the target.")
+        raise UserError(f"{table.name}: no feature columns are left beside the target (dropped: "
+                        f"{', '.join(columns.drop) or 'none'}).")  # fmt: skip
     _needed(table, columns.target, "target")
     if columns.group:
         _needed(table, columns.group, "group")
@@ -220,7 +224,7 @@ def check_names(table: Table, columns: Columns) -> None:
     """Every column that is named is there, and none has two roles."""
     named = [
         ("target", columns.target), ("group", columns.group), ("split", columns.split), ("text", columns.text),
-        *(("drop", c) for c in columns.drop), *(("ranges", c) for c in columns.ranges),
+        *(("drop", c) for c in columns.drop), *(("keep", c) for c in columns.keep), *(("ranges", c) for c in columns.ranges),
         *(("categories", c) for c in columns.categories), *(("missing", c) for c in columns.missing),
     ]  # fmt: skip
     for role, column in named:
@@ -231,6 +235,14 @@ def check_names(table: Table, columns: Columns) -> None:
             )
     if columns.target in (columns.group, columns.split, columns.text, *columns.drop):
         raise UserError(f"{table.name}: '{columns.target}' is the target and cannot have another role.")
+    for column in set(columns.keep) & set(columns.drop):
+        raise UserError(f"{table.name}: column '{column}' is both dropped and kept; it is one or the other.")
+
+
+def identifiers(table: Table, columns: Columns) -> list[str]:
+    """Feature columns that look like identifiers by their names, and about which nothing is declared."""
+    declared = {*columns.ranges, *columns.categories, *columns.missing, *columns.keep, columns.text}
+    return [name for name in columns.features(table) if name not in declared and is_identifier(name)]
 
 
 def _needed(table: Table, column: str, role: str) -> None:
@@ -405,6 +417,7 @@ def _notes(sheet: Sheet, known: Known, unknown: int) -> tuple[str, ...]:
     told = [f"{len(sheet.test)} test rows are kept out of training; they are not protected, and scores are computed from them"]
     if unknown:
         told.append(f"{unknown} test rows of other classes are left out")
+    told += map(learnt_from, identifiers(sheet.table, sheet.columns))
     if known.task == "regression":
         told.append(f"target {known.low:g} to {known.high:g} is learnt as -1 to 1")
     return tuple(told)

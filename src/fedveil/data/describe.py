@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedveil.data.columns import Columns
+from fedveil.data.columns import Columns, identifiers
 from fedveil.data.frames import Table, numbers, words
+from fedveil.data.identifiers import is_identifier
 from fedveil.jsons import JsonObject
 
 PAY = "range and gaps would be private: declare them (--ranges), or the run pays for a noised look"
+BY_NAME = "drop: it looks like an identifier by its name (`fedveil fit` leaves it out; --keep {name} keeps it)"
 SAY = "which words occur would be private: declare them (--categories), or the run pays for a noised look"
 
 
 def describe(table: Table, columns: Columns | None) -> list[JsonObject]:
     """One dictionary per column: name, role, what is seen (private), what that means for privacy, a suggestion or ""."""
-    return [_one(name, cells, _role(name, columns), columns, len(table)) for name, cells in table.columns.items()]
+    named = set(identifiers(table, columns)) if columns is not None else {name for name in table.names if is_identifier(name)}
+    return [_one(name, cells, _role(name, columns), columns, len(table), name in named) for name, cells in table.columns.items()]
 
 
 def _role(name: str, columns: Columns | None) -> str:
@@ -27,15 +30,17 @@ def _role(name: str, columns: Columns | None) -> str:
     return "dropped" if name in columns.drop else special.get(name, "feature" if not columns.text else "not used")
 
 
-def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows: int) -> JsonObject:
+def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows: int, named: bool) -> JsonObject:
     said, values = words(cells), numbers(cells)
     present = said != ""
     different = len(np.unique(said[present]))
     numeric = bool(present.any()) and not np.isnan(values[present]).any()
     seen = _seen(said, values, present, different, numeric)
     suggestion = ""
-    if role in ("feature", "column"):
-        suggestion = _suggestion(present, different, numeric, rows, np.isnan(values[present]).mean() if present.any() else 0.0)
+    if named:
+        role, suggestion = "dropped" if role == "feature" else role, BY_NAME.format(name=name)
+    elif role in ("feature", "column"):
+        suggestion = _suggestion(values, present, different, numeric)
     return {
         "column": name, "role": role, "kind": "numbers" if numeric else "words" if present.any() else "empty", "seen": seen,
         "missing": int(rows - present.sum()), "private": _private(name, role, columns, numeric), "suggestion": suggestion,
@@ -52,16 +57,19 @@ def _seen(said: np.ndarray, values: np.ndarray, present: np.ndarray, different: 
     return f"{different} different words ({some}{', …' if different > 4 else ''}){gaps}"
 
 
-def _suggestion(present: np.ndarray, different: int, numeric: bool, rows: int, odd: float) -> str:
+def _suggestion(values: np.ndarray, present: np.ndarray, different: int, numeric: bool) -> str:
     if not present.any():
         return "drop: it is empty"
     if different == 1:
         return "drop: every row has the same value"
-    if different > 0.9 * rows and not numeric:
+    if different > 0.9 * len(present) and not numeric:
         return "drop: nearly every row has a word of its own, as identifiers do (or name it as text)"
+    if different == len(present) and (values == np.round(values)).all():
+        return "drop: every row has a whole number of its own, as identifiers do"
+    odd = np.isnan(values[present]).mean()
     if not numeric and 0 < odd < 0.1:
         return f"check: {odd:.1%} of the cells are no numbers; they would count as missing"
-    if not present.all() and present.mean() < 0.5:
+    if present.mean() < 0.5:
         return "check: more than half of the cells are missing"
     return ""
 

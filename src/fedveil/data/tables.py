@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from fedveil.data.functions import call, import_function, is_function
+from fedveil.data.identifiers import is_identifier, learnt_from
 from fedveil.data.rows import Dataset, Task, split_rows, to_unit
 from fedveil.data.text import encode, is_text
 from fedveil.errors import UserError, did_you_mean
@@ -248,6 +249,8 @@ def from_csv(
     if text:
         made = dataclasses.replace(made, x=made.x.astype(np.uint8), x_test=made.x_test.astype(np.uint8))
         notes = (f"texts of column '{text}' as bytes; `features` turns each alone into numbers", *made.notes[1:])
+    else:
+        notes = (*notes, *(learnt_from(column) for column in features if is_identifier(column)))
     if names:
         notes = (*notes, f"classes from the words in '{target}': {', '.join(names)}")
         if len(np.unique(made.y_test)) < len(names) and COUNTED not in notes:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedveil.data.columns import Sheet, columns_of, sheet_of
+from fedveil.data.columns import Sheet, check_names, columns_of, identifiers, sheet_of
 from fedveil.data.datasets import load
 from fedveil.data.frames import Table, read
 from fedveil.data.rows import Dataset, Task
@@ -105,8 +105,11 @@ def _table(
         target = "y"
     columns = columns_of(table, target, text, own.name)
     task: Task = columns.task or ("regression" if not columns.classes and columns.target in columns.ranges else "classification")
-    table = {**table, "task": task}
-    sheet = sheet_of(own, replace(columns, task=task), int(settings.get("split_seed", 0)))
+    check_names(own, columns)
+    likely = identifiers(own, columns)
+    columns = replace(columns, task=task, drop=(*columns.drop, *likely))
+    table = {**table, "task": task, **({"drop": columns.drop} if likely else {})}
+    sheet = sheet_of(own, columns, int(settings.get("split_seed", 0)))
     sites = len(sheet.group_names) if columns.group else clients or CLIENTS
     if columns.group and clients not in (None, sites):
         raise UserError(f"clients = {clients}, but column '{columns.group}' names {sites} sites: leave one of the two out.")
@@ -127,8 +130,14 @@ def _table(
         **({"features": front} if front else {}),
         "tuning": "none: chosen by rule from public facts",
     }  # fmt: skip
-    lines = [*_table_lines(sheet, sites, share, asked, knots, epsilon), *_plan_lines(proposal, shape, front, sizes)]
+    dropped = [("dropped", dropped_words(name)) for name in likely]
+    lines = [*dropped, *_table_lines(sheet, sites, share, asked, knots, epsilon), *_plan_lines(proposal, shape, front, sizes)]
     return _made(values, settings, lines, own if "dataset" not in named or not _is_path(source) else None, proposal)
+
+
+def dropped_words(name: str) -> str:
+    """What is said about a column that is left out for its name alone."""
+    return f"'{name}' looks like an identifier by its name, so it is not learnt from; --keep {name} keeps it"
 
 
 def _shape_of_table(sheet: Sheet, sizes: tuple[int, ...], task: Task) -> planner.Shape:
@@ -292,8 +301,8 @@ def control_score(dataset: Dataset) -> float:
     return float(model.fit(x, dataset.y).score(x_test, dataset.y_test))
 
 
-def as_toml(chosen: Chosen, hints: Sequence[str] = ()) -> str:
-    """The run as a configuration file, its reasons as comments; `hints` stand above the columns."""
+def as_toml(chosen: Chosen) -> str:
+    """The run as a configuration file, its reasons as comments."""
     kept = {key: value for key, value in chosen.config.model_dump().items() if value != RunConfig.model_fields[key].get_default(
         call_default_factory=True)}  # fmt: skip
     kept["table"] = {"ranges": {}, "categories": {}, **kept.get("table", {})}
@@ -301,7 +310,7 @@ def as_toml(chosen: Chosen, hints: Sequence[str] = ()) -> str:
     lines += [f"{key} = {json.dumps(value)}" for key, value in kept.items() if not isinstance(value, dict)]
     for key, values in kept.items():
         if isinstance(values, dict):
-            lines += ["", f"[{key}]", *(hints if key == "table" else ())]
+            lines += ["", f"[{key}]"]
             lines += [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in values.items() if not isinstance(v, dict)]
             for name, inner in ((k, v) for k, v in values.items() if isinstance(v, dict)):
                 example = {"ranges": "# age = [0, 110]", "categories": '# sex = ["F", "M"]'}.get(name, "")
