@@ -25,6 +25,8 @@ PROMISE: dict[str, str] = {
     "learning_rate_end": "no (yes if `clip.bound` follows it)",
     "momentum": "no",
     "local_optimiser": "no",
+    "augment": "no",
+    "augment_copies": "no",
     "loss": "no",
     "model": "yes: layers clipped one by one cost √layers; rounding to the grid, Laplace and Staircase count weights",
     "model_options": "yes: as `model`",

@@ -217,6 +217,7 @@ def test_every_key_of_a_contract_is_explained():
 
 BASE = {"recipe": "fed-cdp-sound", "dataset": "cancer", "clients": 4, "rounds": 2, "local_steps": 2}
 QUANTILE = {**BASE, "recipe": "quantile-clip"}
+IMAGES = {**BASE, "dataset": "digits"}
 REPORTS = {**BASE, "recipe": "ldp-fl"}
 PRUNED = {**BASE, "recipe": "fed-cdp-pruned"}
 UNMOVED = {  # key marked "no" -> another value, and a configuration that uses the key
@@ -226,6 +227,7 @@ UNMOVED = {  # key marked "no" -> another value, and a configuration that uses t
     "curve": ("bezier", BASE), "minimum_clients": (2, BASE), "tuning": ("by hand", BASE),
     "seed": (3, BASE), "engine": ("torch", BASE), "workers": (2, BASE), "chunk": (1, BASE), "evaluate_every": (2, BASE),
     "metrics": (("auc",), BASE), "loss": ("label-smoothing:share=0.2", BASE),
+    "augment": ("flip+crop:1", IMAGES), "augment_copies": (2, {**IMAGES, "augment": "crop:1"}),
     "checkpoint_every": (2, BASE), "diagnostics": (False, BASE), "report": (False, BASE), "device": ("cpu:0", BASE),
     "protect.summary": ("words", BASE), "protect.paper": ("words", BASE), "family": ("local", BASE), "aggregate": ("adam", BASE),
     "prior": ("model", REPORTS), "adapt": ("spread", {**REPORTS, "ranges": "adaptive"}), "radius": (0.5, REPORTS),

@@ -22,6 +22,7 @@ from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
+from fedveil.training.augment import parse as parse_augment
 from fedveil.training.optimisers import parse as parse_optimiser
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class RunConfig(BaseModel):
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="in local training")
     local_optimiser: str = Field("sgd", description="sgd, adam or adamw, as adamw:decay=0.01,beta1=0.9")
+    augment: str = Field(
+        "", description="flip, crop:4 or flip+crop:4: gradients of augmented copies of an image are averaged before the clip"
+    )
+    augment_copies: int = Field(4, ge=1, le=64, description="copies of each image, with augment")
     loss: str = Field(
         "auto",
         description="cross-entropy, label-smoothing:share=0.1, binary-cross-entropy (classes), squared, huber:width=1 (values), "
@@ -383,6 +388,8 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    if parse_augment(config.augment, config.augment_copies).active and config.features:
+        raise UserError("augment moves images, and features are computed once for each: use one of the two")
     if config.secure_sum:
         from fedveil.federation.sums import refusal
 

@@ -58,6 +58,8 @@ from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
 from fedveil.protect.tally import paid_release
 from fedveil.training import losses, metrics, pool
+from fedveil.training.augment import check as check_augment
+from fedveil.training.augment import parse as parse_augment
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.distortion import distortions
 from fedveil.training.evaluate import evaluate, outputs
@@ -139,6 +141,7 @@ def _prepared(
     notes: tuple[str, ...] = dataset.notes
     task = _task(config, recipe, dataset, dealt, module, root)
     metrics.check(config.metrics, task.measured == "squared")
+    check_augment(task.augment, dataset.shape)
     if losses.own(task.loss):
         losses.check_own(task.loss, dataset.classes or 1, dataset.classes)
     if config.client_epsilons or config.calibrate:
@@ -197,6 +200,7 @@ def _task(
         learning_rate_end=config.learning_rate_end,
         momentum=config.momentum,
         optimiser=parse_optimiser(config.local_optimiser),
+        augment=parse_augment(config.augment, config.augment_copies),
         loss=losses.chosen(config.loss, dataset.task == "regression"),
         server_learning_rate=config.server_learning_rate,
         server_momentum=config.server_momentum,

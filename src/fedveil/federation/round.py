@@ -32,6 +32,7 @@ from fedveil.protect.noised import Noised, each
 from fedveil.protect.place import InSum, Reports, downlink
 from fedveil.protect.recipe import Recipe, spacing
 from fedveil.protect.setting import Moment, Setting
+from fedveil.training.augment import NONE, Augment
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.evaluate import evaluate
 from fedveil.training.optimisers import SGD, Optimiser
@@ -111,6 +112,7 @@ class Task:
     momentum: float = 0.0
     optimiser: Optimiser = SGD
     loss: str = "cross-entropy"
+    augment: Augment = NONE
     server_learning_rate: float = 1.0
     server_momentum: float = 0.0
     average: float = 0.0
@@ -210,6 +212,7 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         "momentum": task.momentum,
         "optimiser": task.optimiser,
         "loss": task.loss,
+        "augment": task.augment,
         "proximal": recipe.proximal,
     }
     if recipe.heterogeneity and task.own_epsilon:

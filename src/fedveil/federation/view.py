@@ -44,6 +44,7 @@ from fedveil.protect import ldp
 from fedveil.protect.place import AtServer, Reports
 from fedveil.protect.setting import Moment
 from fedveil.protect.upload import drop_smallest
+from fedveil.training import augment
 from fedveil.training.contract import LocalPlan, LocalResult
 from fedveil.training.reference import example_gradient
 from fedveil.training.reference import train as reference_train
@@ -193,10 +194,7 @@ def _in_memory(
     """Per-example gradients of one batch as the recipe leaves them: raw, clipped, or clipped and noised one by
     one. AdaClip's are seen in its scaled space."""
     weights = torch.as_tensor(state.weights)
-    found = [
-        example_gradient(task.module, task.layout, weights, task.x[r], task.y[r], plan.loss)[1] for r in rows
-    ]
-    gradients = torch.stack(found).numpy()
+    gradients = np.stack([_of_example(task, weights, plan, int(r), now, client, k) for k, r in enumerate(rows)])
     recipe = recipe_of(task, client)
     if recipe.thin.prune > 0:  # small gradients that are dropped to save traffic are dropped before anybody reads them
         gradients = np.stack([drop_smallest(row, recipe.thin.prune) for row in gradients])
@@ -213,6 +211,16 @@ def _in_memory(
     keys = [derive(task.root, "example-noise", now.number, client, k)[:16] for k in range(len(rows))]
     noisy = [drawing.add(row, key, 0, times) for row, key in zip(clipped, keys, strict=True)]
     return np.stack(noisy).astype(np.float32), times * drawing.deviation(task.layout.size)
+
+
+def _of_example(
+    task: Task, weights: torch.Tensor, plan: LocalPlan, row: int, now: Moment, client: int, place: int
+) -> np.ndarray:
+    """The gradient that is clipped: of one example, or the mean of its augmented copies."""
+    key = derive(task.root, "noise", now.number, client)[:16]
+    copies = augment.shown(plan.augment, torch.as_tensor(task.x[row]), key, 0, place)
+    found = [example_gradient(task.module, task.layout, weights, one, task.y[row], plan.loss)[1] for one in copies]
+    return np.asarray(torch.stack(found).mean(0))
 
 
 def clip_gradients(gradients: np.ndarray, layout: Layout, plan: LocalPlan) -> tuple[np.ndarray, float]:

@@ -14,6 +14,7 @@ import numpy as np
 from fedveil.protect.bounded import ORDERS
 from fedveil.protect.law import Law
 from fedveil.protect.noised import Drawing
+from fedveil.training.augment import NONE, Augment
 from fedveil.training.optimisers import SGD, Optimiser
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class LocalPlan:
     Details that every engine follows:
     - loss "cross-entropy": softmax of the outputs against the integer label. "squared": the mean over the
       outputs of (output - y)^2; y is float [n] or [n, outputs]. Others, and own functions: training.losses, of one example each.
+    - augment: an example's gradient (and loss) is the mean over its copies (training.augment), which is clipped as one.
     - clip factor min(1, bound / norm), less a margin for rounding (see protect.bounded); norm `clip_norm` also for
       the median, for l2-max and for the reported norms. The clipped norm that l2-max looks at is min(norm, bound); the
       norm itself when clip is "none".
@@ -78,6 +80,7 @@ class LocalPlan:
     penalty: float = 0.0
     loss: str = "cross-entropy"
     optimiser: Optimiser = SGD
+    augment: Augment = NONE
     only_sum: bool = False  # the sum instead of a step: noise and step size follow elsewhere
 
     @property

@@ -57,6 +57,8 @@ def _why_not(plan: LocalPlan) -> str | None:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
     if plan.loss not in losses.PLAIN:
         return f"it has cross-entropy and squared error, not loss = {plan.loss}"
+    if plan.augment.active:
+        return "it has no augmentation"
     if plan.optimiser.rule != "sgd":
         return f"it has no {plan.optimiser.rule}"
     return None

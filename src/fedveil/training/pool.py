@@ -176,7 +176,7 @@ def stream(
         while part := list(islice(clients, size)):
             yield native.train(module, start, x, y, part, plan, threads=count)
         return
-    size = chunk or _chunk(name, module, x, first, len(work) if isinstance(work, Sized) else None)
+    size = chunk or _chunk(name, module, x, first, plan, len(work) if isinstance(work, Sized) else None)
     chunks = iter(lambda: list(islice(clients, size)), [])
     options: dict[str, object] = (
         {"dtype": dtype}
@@ -200,11 +200,11 @@ def _engine(name: str) -> ModuleType:
     return {"stacked": stacked, "graph": graph, "functional": functional, "reference": reference}[name]
 
 
-def _chunk(name: str, module: nn.Module, x: Examples, first: ClientWork, total: int | None) -> int:
+def _chunk(name: str, module: nn.Module, x: Examples, first: ClientWork, plan: LocalPlan, total: int | None) -> int:
     """What the cache holds; if the cohort is known, in chunks of nearly equal size."""
     if name != "stacked":
         return 1
-    most = stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), stacked.typical_width(first))
+    most = stacked.chunk_for(stacked.compile_net(module, x.shape[1:]), stacked.typical_width(first) * plan.augment.copies)
     return most if not total else -(-total // -(-total // most))
 
 

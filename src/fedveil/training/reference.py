@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from fedveil.models.layout import Layout, layout_of, unflatten
 from fedveil.protect.bounded import factor, norm_of
-from fedveil.training import dropout, losses, optimisers
+from fedveil.training import augment, dropout, losses, optimisers
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 
 
@@ -103,7 +103,10 @@ def _gradients(
     figures.drawn += len(rows)
     for place, row in enumerate(rows):
         with dropout.keyed(module, work.noise_key, step, place):
-            loss, gradient = example_gradient(module, layout, weights, x[row], y[row], plan.loss)
+            copies = augment.shown(plan.augment, torch.as_tensor(np.asarray(x[row])), work.noise_key, step, place)
+            found = [example_gradient(module, layout, weights, one, y[row], plan.loss) for one in copies]
+            loss = sum(value for value, _ in found) / len(found)
+            gradient = torch.stack([each for _, each in found]).mean(0)
         if work.shift is not None:
             gradient = (gradient - _vector(work.shift, weights.dtype)) / _vector(work.scale, weights.dtype)
         size = [_norm(gradient[part], plan.clip_norm) for part in parts]

@@ -58,6 +58,8 @@ def victims_of(prepared: Prepared, state: State, tap: str, count: int, seed: int
         raise UserError("gradient attacks rebuild classification inputs; this dataset is a regression task.")
     if task.loss != "cross-entropy":
         raise UserError(f"gradient attacks match gradients of cross-entropy; this run has loss = {task.loss}.")
+    if task.augment.active:
+        raise UserError("gradient attacks match the gradient of one image; this run averages those of augmented copies.")
     draw = generator(seed, "victims")
     batch = max(1, round(task.setting.batch))
     if tap == "type2":

@@ -26,7 +26,7 @@ from fedveil.protect.bounded import BLOCK, MARGIN
 from fedveil.protect.clip import Clipped
 from fedveil.protect.law import Gaussian, kernel_of
 from fedveil.protect.noised import Drawing
-from fedveil.training import optimisers
+from fedveil.training import augment, optimisers
 from fedveil.training.contract import ClientWork, LocalPlan, LocalResult
 from fedveil.training.torch.many_normals import Normals
 
@@ -62,6 +62,7 @@ class Clipping(Clipped):
     norms: bool = True  # are per-example norms wanted even though nothing is clipped?
     shift: Tensor | None = None  # AdaClip, [K, P]
     scale: Tensor | None = None
+    copies: int = 1  # so many rows one after the other are one example: its gradient is their mean
     wide: bool = True  # must clipped sums be float64? Those of few examples may be float32 (`layers.sum_up`)
 
     def factors(self, norms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,7 +206,7 @@ def _stack(
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
     figures = _Figures(clients, 1 if plan.flat else network.layout.layers, device)
     noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
-    most_rows = int(widths.max(initial=0)) if plan.by_median else network.rows
+    most_rows = int(widths.max(initial=0)) if plan.by_median else max(1, network.rows // plan.augment.copies)
     more = (control, anchor if plan.penalty else None, shift, velocity)
     plain = all(vector is None for vector in more) and not plan.proximal and plan.optimiser.rule == "sgd"
 
@@ -286,6 +287,9 @@ def _summed(
             end = min(width, at + most_rows)
             picked = (batch.rows[:, at:end] if everyone else batch.rows[members, at:end]).reshape(-1)
             images, targets = batch.x.index_select(0, picked).to(weights.dtype), batch.y.index_select(0, picked)
+            if plan.augment.active:
+                images = augment.copies_of(plan.augment, images, [batch.keys[k] for k in members], step, at)
+                targets = targets.repeat_interleave(plan.augment.copies, 0)
             mask = _mask(batch.counts[members], at, end, own)
             if hasattr(network, "at"):
                 network.at([batch.keys[k] for k in members], step, at)
@@ -382,7 +386,7 @@ def _mask(counts: np.ndarray, at: int, end: int, like: Tensor) -> Tensor | None:
 def _clipping(plan: LocalPlan, step: int, norms: bool, wide: bool) -> Clipping:
     bound = None if not plan.clips or plan.by_median else plan.bounds[step]
     wanted = norms or (plan.by_largest and not plan.by_mean)
-    return Clipping(plan.clip, plan.clip_norm, bound, wanted, wide=wide)
+    return Clipping(plan.clip, plan.clip_norm, bound, wanted, copies=plan.augment.copies, wide=wide)
 
 
 def _largest(result: Pass) -> Tensor:
@@ -445,6 +449,23 @@ def usable(losses: Tensor, norms: Tensor, mask: Tensor | None, dtype: torch.dtyp
     if bool(finite.all()):
         return None
     return finite.to(norms) if mask is None else finite * mask
+
+
+def by_row(mask: Tensor | None, copies: int) -> Tensor | None:
+    """A mask of examples [K, B] for the rows of their copies."""
+    return mask if mask is None or copies == 1 else mask.repeat_interleave(copies, 1)
+
+
+def mean_of_copies(rows: Tensor, copies: int) -> Tensor:
+    """The means [n, …] of each `copies` rows [n * copies, …], one added after the other: correctly rounded sums have the same
+    bits wherever they are computed."""
+    if copies == 1:
+        return rows
+    apart = rows.unflatten(0, (-1, copies))
+    total = apart[:, 0].clone()
+    for copy in range(1, copies):
+        total += apart[:, copy]
+    return total.div_(copies)
 
 
 class OnePass(Protocol):

@@ -121,6 +121,7 @@ class Net:
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
         found, losses = self.gradients(weights[0], x, y, loss, clipping.bounded or losses_of.own(loss))
+        found, losses = (descent.mean_of_copies(each, clipping.copies) for each in (found, losses))
         raw, losses = losses[None], losses[None] if mask is None else losses[None] * mask
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
@@ -169,7 +170,7 @@ def train(
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     layout = layout_of(module)
     module = module if device == "cpu" else copy.deepcopy(module).to(device)
-    net = Net(module, layout, max(1, _NUMBERS // max(layout.size, 1)))
+    net = Net(module, layout, max(plan.augment.copies, _NUMBERS // max(layout.size, 1)))
     with torch.no_grad():
         first = torch.as_tensor(np.array(start)).to(device, dtype)
         outputs = functional_call(

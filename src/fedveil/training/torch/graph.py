@@ -74,9 +74,9 @@ class Net:
         """Examples whose activations fit into memory together."""
         return max(1, _NUMBERS // max(self.program.numbers, 1))
 
-    def blocks(self, count: int) -> list[slice]:
+    def blocks(self, count: int, copies: int = 1) -> list[slice]:
         """The first `count` rows in blocks of like size whose gradients stay in the cache."""
-        number = -(-count // max(1, min(self.rows, _GRADIENTS // max(self.layout.size, 1))))
+        number = -(-count // max(1, min(self.rows, _GRADIENTS // max(self.layout.size, 1)) // copies))
         edges = [count * at // number for at in range(number + 1)] if number else [0]
         return [slice(a, b) for a, b in pairwise(edges)]
 
@@ -91,28 +91,34 @@ class Net:
         """Which client's examples the next pass gets (dropout's masks depend on it)."""
         self.place.update({"key": keys[0], "step": step, "first": first})
 
-    def gradients(self, weights: Tensor, x: Tensor, y: Tensor, first: int = 0) -> tuple[Tensor, list[Tensor | None]]:
+    def gradients(
+        self, weights: Tensor, x: Tensor, y: Tensor, first: int = 0, copies: int = 1
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Losses [n] and every example's gradients, one [n, size] per parameter, of the examples from place `first` on."""
         key, step, start = self.place["key"], self.place["step"], self.place["first"] + first
         masks = [
-            torch.as_tensor(np.stack([dropout.mask(key, step, start + at, name, rate, shape) for at in range(len(x))])).to(x)
+            torch.as_tensor(
+                np.stack([dropout.mask(key, step, start + at // copies, name, rate, shape) for at in range(len(x))])
+            ).to(x)
             for name, rate, shape in self.program.masks
         ]
         trained = list(unflatten(weights, self.layout).values())
         losses, found = self.program.gradients(trained, self.fixed, masks, x, y)
-        return losses, [None if g is None else g.reshape(len(x), -1) for g in found]
+        flat = [None if g is None else descent.mean_of_copies(g.reshape(len(x), -1), copies) for g in found]
+        return descent.mean_of_copies(losses, copies), flat
 
     def clipped(
         self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor | None, clipping: Clipping, loss: str
     ) -> Pass:
         """Losses, norms and the clipped sum of one client (see `descent.Network`)."""
-        if not (clipping.bounded or clipping.norms):
+        if not (clipping.bounded or clipping.norms or clipping.copies > 1):
             return self._plain(weights, x, y, mask, loss)
         total = torch.zeros_like(weights, dtype=torch.float64)
-        real = len(x) if mask is None else int(mask.sum())  # padding is at the end
-        blocks = self.blocks(real)
-        losses = weights.new_zeros(1, len(x))
-        norms = total.new_zeros(1, len(x), 1 if clipping.flat else self.layout.layers)
+        examples = len(x) // clipping.copies
+        real = examples if mask is None else int(mask.sum())  # padding is at the end
+        blocks = self.blocks(real, clipping.copies)
+        losses = weights.new_zeros(1, examples)
+        norms = total.new_zeros(1, examples, 1 if clipping.flat else self.layout.layers)
         by_median = clipping.bounded and clipping.bound is None  # then all norms come before the first factor
         kept: list[list[Tensor | None]] = []
         for rows in blocks:
@@ -135,7 +141,9 @@ class Net:
         self, weights: Tensor, x: Tensor, y: Tensor, rows: slice, clipping: Clipping, losses: Tensor, norms: Tensor
     ) -> list[Tensor | None]:
         """The gradients of these rows; their losses and norms are written down."""
-        losses[0, rows], found = self.gradients(weights[0], x[rows], y[rows], rows.start)
+        copies = clipping.copies
+        own = slice(rows.start * copies, rows.stop * copies)
+        losses[0, rows], found = self.gradients(weights[0], x[own], y[own], rows.start, copies)
         if clipping.shift is not None and clipping.scale is not None:
             found = [
                 ((0 if g is None else g) - clipping.shift[:, part]) / clipping.scale[:, part]

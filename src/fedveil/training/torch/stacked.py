@@ -260,8 +260,9 @@ class Net:
         for layer in self.layers:
             out, saved = layer.forward(weights, out, clipping.bounded)
             tape.append(saved)
-        losses, gradient = losses_of.of_batch(out, y, mask, loss)
-        losses = losses.view(clients, -1)
+        losses, gradient = losses_of.of_batch(out, y, descent.by_row(mask, clipping.copies), loss)
+        losses = descent.mean_of_copies(losses, clipping.copies).view(clients, -1)
+        gradient = gradient.div_(clipping.copies) if clipping.copies > 1 else gradient
         if without is not None:
             losses = losses.masked_fill(without, 0)
         total = torch.empty_like(weights, dtype=torch.float64 if clipping.bounded and clipping.wide else None)
@@ -274,6 +275,8 @@ class Net:
             gradient = gradient if back is None else back
             if layer.layer is None or capture is None:
                 continue
+            if clipping.copies > 1:
+                capture = _folded(capture, clipping.copies)
             if clipping.shift is not None and clipping.scale is not None:
                 scale = (clipping.scale + self.padding(clipping.scale))[:, layer.part]
                 capture = _mapped(capture, clipping.shift[:, layer.part], scale)
@@ -300,6 +303,19 @@ class Net:
         for number, part, capture in waiting:
             sum_up(capture, wide[:, :, 0 if clipping.flat else number], total[:, part])
         return Pass(total, losses, every, bound, mask)
+
+
+def _folded(capture: Outer | Given, copies: int) -> Outer | Given:
+    """Copies of an example as one: their outer products are more positions of it, their gradients are added."""
+    if isinstance(capture, Outer):
+        k, rows, t, _ = capture.a.shape
+        shape = k, rows // copies, copies * t, -1
+        return replace(capture, a=capture.a.reshape(shape), d=capture.d.reshape(shape))
+    apart = capture.values.unflatten(1, (-1, copies))
+    total = apart[:, :, 0].clone()
+    for copy in range(1, copies):
+        total += apart[:, :, copy]
+    return Given(total)
 
 
 def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
@@ -370,7 +386,7 @@ def train(
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     net = compile_net(module, data.shape[1:])
     losses_of.check_targets(net.outputs, targets, plan.loss)
-    size = chunk or chunk_for(net, max(map(typical_width, work), default=1))
+    size = chunk or chunk_for(net, max(map(typical_width, work), default=1) * plan.augment.copies)
     parts = [
         descent.run(net, start, data, targets, work[at : at + size], plan, dtype=dtype, norms=norms)
         for at in range(0, len(work), size)
