@@ -91,6 +91,24 @@ def test_the_control_of_labels_is_what_the_same_guesses_get_of_others():
     assert metrics.label_control(truth[:1], truth[:1]) == (None, None)
 
 
+def test_one_victim_is_held_against_public_frequencies():
+    """Balanced labels are guessed nearly as well without looking: 62% of them is nothing, all but one of rare ones is much."""
+    public, truth = np.arange(1000) % 10, np.arange(600)[None] % 10
+    poor = np.where(np.arange(600) < 372, truth, (truth + 1) % 3)
+    control, chance = metrics.label_control(truth, poor, public)
+    assert control > 0.9 and chance > 0.9
+    odd = np.array([[7] * 19 + [3]])
+    control, chance = metrics.label_control(odd, np.full((1, 20), 7), public)
+    assert control < 0.3 and chance < 0.001
+
+
+def test_guesses_that_know_nothing_are_rarely_called_knowing():
+    """1,000 games of five victims with eight labels each: p < 0.05 in at most 5% of them, up to chance (0.1% false alarms)."""
+    draw = np.random.default_rng(5)
+    games = [metrics.label_control(draw.integers(0, 10, (5, 8)), draw.integers(0, 10, (5, 8)), draws=400)[1] for _ in range(1000)]
+    assert sum(p < 0.05 for p in games) <= 73 and min(games) > 0
+
+
 def test_the_error_without_clamping_is_the_median_of_the_finite_images_in_units_of_the_pixel_range():
     truth = np.zeros((4, 1, 2, 2))
     guess = np.stack([np.full((1, 2, 2), value) for value in (1.0, -3.0, 5.0, np.nan)])

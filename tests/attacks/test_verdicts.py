@@ -115,6 +115,34 @@ def test_odd_files_in_the_history_are_left_out(tmp_path):
 def test_labels_that_are_read_count_beyond_what_guesses_for_others_get():
     upload = {**IMAGES, "tap": "type0", "success_rate": 0.0, "label_accuracy": 0.62}
     chance = row_of(verdicts.summary(ROWS, [entry({**upload, "label_control": 0.6, "label_chance": 0.4})]), "server")
-    assert "no more than chance" in chance["got"] and chance["means"].startswith("Nothing found")
+    assert "no finding with 4 victims" in chance["got"] and chance["means"].startswith("Nothing found")
     read = row_of(verdicts.summary(ROWS, [entry({**upload, "label_control": 0.1, "label_chance": 0.002})]), "server")
     assert "(10% by guesses for others)" in read["got"] and read["means"].startswith("Something was found")
+
+
+def test_a_little_more_of_the_labels_of_five_victims_is_no_finding():
+    """81% of the labels, 79% by guesses for others: five victims can be dealt in 120 ways only."""
+    upload = {**IMAGES, "tap": "type0", "victims": 5, "success_rate": 0.0, "label_accuracy": 0.81, "label_control": 0.79,
+              "label_chance": 0.012}  # fmt: skip
+    row = row_of(verdicts.summary(ROWS, [entry(upload)]), "server")
+    assert "no finding with 5 victims" in row["got"] and row["means"].startswith("Nothing found")
+
+
+def test_many_attacks_from_one_seat_share_the_chance_of_a_false_alarm():
+    upload = {**IMAGES, "tap": "type0", "victims": 16, "success_rate": 0.0, "label_accuracy": 0.5, "label_control": 0.3}
+    lucky, plain = entry({**upload, "label_chance": 0.004}), entry({**upload, "label_chance": 0.5})
+    assert row_of(verdicts.summary(ROWS, [lucky]), "server")["means"].startswith("Something")
+    assert row_of(verdicts.summary(ROWS, [lucky, plain, plain]), "server")["means"].startswith("Nothing found")
+
+
+def test_pictures_that_a_blind_guess_rebuilds_as_well_are_no_finding():
+    blind = {"black": {"success_rate": 0.0}, "mean": {"success_rate": 0.5}}
+    row = row_of(verdicts.summary(ROWS, [entry({**IMAGES, "tap": "type0", "success_rate": 0.75, "controls": blind})]), "server")
+    assert "50% by a blind guess" in row["got"] and row["means"].startswith("Nothing found")
+    many = {**IMAGES, "tap": "type0", "victims": 64, "success_rate": 0.9, "controls": blind}
+    assert row_of(verdicts.summary(ROWS, [entry(many)]), "server")["means"].startswith("Something was found")
+
+
+def test_an_attribute_within_its_interval_is_nothing():
+    read = {"kind": "attribute", "accuracy": 0.52, "accuracy_interval": [0.45, 0.59], "control_accuracy": 0.5}
+    assert verdicts.strength(read)[0] == 0 and verdicts.strength({**read, "accuracy_interval": [0.51, 0.53]})[0] > 0

@@ -23,6 +23,7 @@ TAPS = {
     "type0": "server",
     "type0-sanitised": "participants",
 }
+LEVEL = 0.01  # chance that correct runs show something at a seat, shared by all tests of labels made from it
 OF_OUTPUTS = ("attribute", "decoder")  # they read a record off what the model answers when it is put in, trained on or not
 SEATS = {
     "client-process": "inside a client",
@@ -114,8 +115,10 @@ def things_of(result: Mapping[str, Any]) -> str:
     return "images" if pictures is True else "records"
 
 
-def strength(result: Mapping[str, Any]) -> tuple[float, str]:
-    """(how much more than a blind guess, between 0 and 1; what it got, in words). 0: nothing that chance would not give."""
+def strength(result: Mapping[str, Any], level: float = LEVEL) -> tuple[float, str]:
+    """(how much more than a blind guess, between 0 and 1; what it got, in words). 0: nothing that chance would not give.
+
+    level: how improbable labels must be by guesses to count."""
     kind = result.get("kind")
     things = things_of(result)
     if kind == "audit":
@@ -134,28 +137,51 @@ def strength(result: Mapping[str, Any]) -> tuple[float, str]:
         ), f"{100 * share:.0f}% of a batch of {result.get('batch')} {things}"
     if kind == "attribute":
         got, control = _number(result.get("accuracy")) or 0.0, _number(result.get("control_accuracy")) or 0.0
-        return max(
-            0.0, got - control
-        ), f"{100 * got:.1f}% of the attributes right, {100 * control:.1f}% without the model"
+        low = (result.get("accuracy_interval") or [got])[0]
+        said = f"{100 * got:.1f}% of the attributes right, {100 * control:.1f}% without the model"
+        return (got - control if low > control else 0.0), said
     if kind == "decoder":
         error, blind = _number(result.get("mse")), _number(result.get("control_mse"))
         gain = max(0.0, 1 - error / blind) if error is not None and blind else 0.0
         return 0.5 * gain, f"{things} redrawn with {100 * gain:.0f}% less error than the mean of all"
-    share = _number(result.get("success_rate")) or 0.0
-    read, told = _labels(result)
-    return max(share, read), f"{100 * share:.0f}% of {result.get('victims', '?')} {things} rebuilt{told}"
+    return _rebuilt(result, things, level)
 
 
-def _labels(result: Mapping[str, Any]) -> tuple[float, str]:
+def _rebuilt(result: Mapping[str, Any], things: str, level: float) -> tuple[float, str]:
+    """Images or records that were rebuilt, beside what the best blind guess gets, and labels that were read."""
+    share, victims = _number(result.get("success_rate")) or 0.0, _number(result.get("victims"))
+    read, told = _labels(result, level)
+    controls = result.get("controls")
+    rates = [_number(one.get("success_rate")) or 0.0 for one in controls.values()] if isinstance(controls, Mapping) else []
+    blind = max(rates, default=0.0)
+    beside = f", {100 * blind:.0f}% by a blind guess" if blind else ""
+    words = f"{100 * share:.0f}% of {'?' if victims is None else f'{victims:g}'} {things} rebuilt{beside}{told}"
+    beyond = not blind or _more(share, blind, int(victims or 0), level)
+    return max(share if beyond else 0.0, read), words
+
+
+def _more(share: float, blind: float, victims: int, level: float) -> bool:
+    """Are `share` of the victims more than `blind` of them by chance? Fisher's exact test."""
+    from scipy.stats import fisher_exact
+
+    hits, blind_hits = round(share * victims), round(blind * victims)
+    table = [[hits, victims - hits], [blind_hits, victims - blind_hits]]
+    return bool(fisher_exact(table, alternative="greater").pvalue < level)
+
+
+def _labels(result: Mapping[str, Any], level: float) -> tuple[float, str]:
     """(how far labels were read beyond what the same guesses get of other victims, at most a quarter of an image; words)."""
     labels, control, chance = (_number(result.get(f"label_{name}")) for name in ("accuracy", "control", "chance"))
     if labels is None:
         return 0.0, ""
-    if control is None or chance is None:  # one victim, or a result of an earlier version
-        return 0.0, f", {100 * labels:.0f}% of the labels read"
-    beyond = labels - control if chance < 0.05 else 0.0
-    word = "" if beyond > 0 else ", no more than chance"
-    return 0.25 * max(0.0, beyond), f", {100 * labels:.0f}% of the labels read ({100 * control:.0f}% by guesses for others{word})"
+    if control is None or chance is None:  # a result of an earlier version
+        return 0.0, f", {100 * labels:.0f}% of the labels read (by guesses: not known)"
+    victims = int(_number(result.get("victims")) or 2)
+    whose = "at public frequencies" if victims == 1 else "for others"
+    found = chance < level and labels > control
+    word = "" if found else f": no finding with {victims} victim{'s' if victims != 1 else ''}"
+    told = f", {100 * labels:.0f}% of the labels read ({100 * control:.0f}% by guesses {whose}{word})"
+    return 0.25 * (labels - control) * found, told
 
 
 def _membership(result: Mapping[str, Any]) -> tuple[float, str]:
@@ -230,7 +256,8 @@ def _best(held: Document, entries: Sequence[Mapping[str, Any]]) -> JsonObject:
             "means": "Nothing was tried from this seat.",
             "attacks": 0,
         }
-    scored = [(*strength(entry["result"]), entry) for entry in entries]
+    tested = sum(entry["result"].get("label_chance") is not None for entry in entries)
+    scored = [(*strength(entry["result"], LEVEL / max(tested, 1)), entry) for entry in entries]
     # What can be read off a model's answers is about no training row: it stands there only if nothing else was tried.
     got, words, entry = max(scored, key=lambda one: (one[2]["result"].get("kind") not in OF_OUTPUTS, one[0]))
     result = entry["result"]

@@ -239,7 +239,7 @@ def measure(
         "round": state.round,
         "seed": seed,
         "images": dataset.pixel_range is not None,
-        **_figures(found, guess, labels, result, watcher, pixel_range, iterations),
+        **_figures(found, guess, labels, result, watcher, pixel_range, iterations, dataset.y_test),
         "controls": metrics.controls(
             found.images.reshape(-1, *dataset.shape), dataset.x_test.mean(0), pixel_range
         ),
@@ -279,13 +279,14 @@ def _figures(
     watcher: Watcher,
     pixel_range: tuple[float, float],
     budget: int,
+    public: np.ndarray,
 ) -> JsonObject:
     """Figures of the victims that were attacked: where the numbers failed nothing was learnt about the defence."""
     shape, failed = found.images.shape, result.failed.numpy()
     return {
         "victims": shape[0],
         "batch": shape[1],
-        **_success(found, guess, labels, result, watcher, pixel_range, budget),
+        **_success(found, guess, labels, result, watcher, pixel_range, budget, public),
         "iteration_budget": budget,
         "threshold": {"mse_below": metrics.STRICT_MSE, "ssim_above": metrics.STRICT_SSIM},
         "threshold_papers": {"mse_below": metrics.PAPERS_MSE},
@@ -304,6 +305,7 @@ def _success(
     watcher: Watcher,
     pixel_range: tuple[float, float],
     budget: int,
+    public: np.ndarray,
 ) -> dict[str, float | None]:
     """Means over the victims whose attack did not fail numerically; empty if there is none."""
     kept = np.flatnonzero(~result.failed.numpy())
@@ -314,7 +316,7 @@ def _success(
     flat, first = (-1, *truth.shape[2:]), 0 if truth.shape[1] == 1 else slice(None)
     run = float(result.iterations[kept].float().mean())
     followed = truth.shape[1] <= 8 and truth.ndim == 5
-    control, chance = metrics.label_control(classes[:, first], labels[kept][:, first])
+    control, chance = metrics.label_control(classes[:, first], labels[kept][:, first], public)
     figures: dict[str, float | None] = {
         **metrics.summary(metrics.score(truth.reshape(flat), guess[kept].reshape(flat), pixel_range)),
         "rmse_unclamped": metrics.rmse_unclamped(truth.reshape(flat), guess[kept].reshape(flat), pixel_range),
