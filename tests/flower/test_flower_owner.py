@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,6 +395,31 @@ def test_from_another_host_rounds_are_shown_while_the_run_goes_on(
     monkeypatch.setattr(stack, "flwr", flwr)
     found = CliRunner().invoke(build(), ["flower", "run", str(tmp_path / "p"), "--superlink", "there", "--poll", "0.01"])
     assert found.exit_code == 0 and found.output.count("round 1/2") == found.output.count("round 2/2") == 1
+
+
+def test_flower_is_asked_only_where_the_runs_own_files_say_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question is a process of Flower's: none while rounds are written, fewer and fewer in silence, one at the end."""
+    from fedveil.cli import flower
+
+    now, asked = 0.0, []
+    monkeypatch.setattr(flower.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stack, "status", lambda *_: asked.append(now) or "running")
+    course = flower._Course({}, tmp_path, "there", tmp_path, 9, None, quiet=True, number=1)
+    for second in range(100):  # a round every eight seconds
+        now = float(second)
+        if second % 8 == 0:
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write('{"round": 1}\n')
+        course.look(10.0)
+    assert asked == []
+    for second in range(100, 400):
+        now = float(second)
+        course.look(10.0)
+    assert 8 <= len(asked) <= 13 and max(b - a for a, b in pairwise(asked)) <= 30
+    (tmp_path / "result.json").write_text("{}")
+    now = 402.0
+    course.look(10.0)
+    assert asked[-1] == 402.0
 
 
 def test_a_killed_server_process_is_continued_and_a_run_under_way_is_followed(

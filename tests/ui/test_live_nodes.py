@@ -18,6 +18,7 @@ import test_summing as masked
 from fastapi.testclient import TestClient
 from flwr.app import Message
 
+from fedveil.errors import UserError
 from fedveil.flower import live, wire
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.live import stage_line
@@ -167,6 +168,69 @@ def test_an_odd_stage_file_breaks_no_page(runs: Path, odd: str) -> None:
     assert page.get("/api/run", params={"id": "sound"}).status_code == 200
 
 
+@pytest.fixture
+def gathering(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """A run that waits for the node of client 2; call what is given to let it join, and wait for the end."""
+    grids: list[LocalGrid] = []
+    late = next(node for node, client in plain.NODES.items() if client == 2)
+
+    def change(grid: LocalGrid) -> None:
+        grid.offline.add(late)
+        grids.append(grid)
+
+    patient, config = {"join": 60.0, "deadline": 60.0}, plain.config_of("fed-cdp")
+    work = threading.Thread(target=lambda: plain.federate(tmp_path, config, options=patient, change=change), daemon=True)
+    work.start()
+    until(lambda: len(waiting(tmp_path).get("joined", {})) == 3)
+
+    def join() -> None:
+        for grid in grids:
+            grid.offline.clear()
+        work.join(60)
+        assert not work.is_alive()
+
+    yield join
+    join()
+
+
+def waiting(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "run" / live.WAITING).read_text())
+    except OSError:
+        return {}
+
+
+def test_a_run_is_shown_while_it_waits_for_its_nodes(gathering: Callable[[], None], tmp_path: Path) -> None:
+    page = TestClient(create_app(tmp_path, "127.0.0.1"), base_url="http://127.0.0.1:8765")
+    (row,) = page.get("/api/runs").json()["runs"]
+    assert row["status"] == "waiting" and row["clients_wanted"] == 4 and sorted(row["joined"]) == ["0", "1", "3"]
+    assert all(rows > 0 for rows in row["joined"].values()) and run_of(tmp_path)["until"] > time.time()
+    gathering()
+    assert waiting(tmp_path) == {} and run_of(tmp_path)["status"] == "finished"
+
+
+def test_a_run_that_waited_in_vain_is_stopped_and_may_begin_again(tmp_path: Path) -> None:
+    late = next(iter(plain.NODES))
+    with pytest.raises(UserError, match="have no node"):
+        plain.federate(tmp_path, plain.config_of("fed-cdp"), change=lambda grid: grid.offline.add(late))
+    assert run_of(tmp_path)["status"] == "stopped" and len(run_of(tmp_path)["joined"]) == 3
+    plain.federate(tmp_path, plain.config_of("fed-cdp"))
+    assert run_of(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "odd", ["[]", "{", '{"joined": 3}', '{"joined": {"a": "b"}, "until": "x", "clients": 1e300}', '{"joined": {}}']
+)
+def test_an_odd_waiting_file_breaks_no_page(tmp_path: Path, odd: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / live.WAITING).write_text(odd)
+    page = TestClient(create_app(tmp_path, "127.0.0.1"), base_url="http://127.0.0.1:8765")
+    (row,) = page.get("/api/runs").json()["runs"]
+    assert row["status"] in ("broken", "stopped")
+    assert page.get("/api/run", params={"id": "run"}).status_code in (200, 422, 400, 404)
+    assert page.get("/report", params={"id": "run"}).status_code < 500
+
+
 # --- in a browser ---
 
 
@@ -182,13 +246,13 @@ def chromium() -> Iterator[Any]:
         found.close()
 
 
-def looked_at(chromium: Any, folder: Path, width: int, name: str) -> Any:
+def looked_at(chromium: Any, folder: Path, width: int, name: str, awaited: str = "#now") -> Any:
     import test_browser as browsing
 
     page = chromium.new_page(viewport={"width": width, "height": 900})
     server, thread, url = browsing.start(folder)
     page.goto(url + "#/run?id=run")
-    page.locator("#now").wait_for(timeout=browsing.WAIT)
+    page.locator(awaited).wait_for(timeout=browsing.WAIT)
     page.screenshot(path=folder / f"{name}-{width}.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     return page, lambda: (page.close(), setattr(server, "should_exit", True), thread.join(10))
@@ -220,5 +284,18 @@ def test_the_stages_of_a_secure_sum_are_seen(chromium: Any, masked_run: Held, tm
         assert page.locator(".stages li").count() == 5
         assert "lost at shares" in page.locator("tr[data-client='2']").inner_text()
         assert "working" in page.locator("tr[data-client='4']").inner_text()
+    finally:
+        close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1180, 390])
+def test_nodes_are_seen_joining(chromium: Any, gathering: Callable[[], None], tmp_path: Path, width: int) -> None:
+    page, close = looked_at(chromium, tmp_path, width, "waiting", "#joined")
+    try:
+        assert "3 of 4 nodes have joined" in page.locator("#joined").inner_text()
+        assert "awaited" in page.locator("tr[data-client='2']").inner_text()
+        gathering()
+        page.locator("#status", has_text="finished").wait_for(timeout=20_000)
     finally:
         close()

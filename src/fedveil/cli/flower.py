@@ -247,7 +247,9 @@ def run(
     superlink: Annotated[
         str | None, typer.Option(help="Connection of your own Flower configuration instead of --home.")
     ] = None,
-    poll: Annotated[float, typer.Option(help="Seconds between looks at the status.")] = 10.0,
+    poll: Annotated[
+        float, typer.Option(help="Seconds without news after which the status is asked for; longer each time, up to three times.")
+    ] = 10.0,
     again: Annotated[
         int, typer.Option(min=0, help="Continue so often by itself if the server's process was killed.")
     ] = 2,
@@ -321,6 +323,7 @@ class _Course:
     told: int = 0  # rounds shown from the run's log
     stage: str = ""
     looked: float = 0.0
+    pause: float = 0.0  # seconds until the state is asked for; grows while nothing happens
     missed: float = 0.0  # since when link or executor are gone
     gone: list[str] = field(default_factory=list)
 
@@ -340,12 +343,19 @@ class _Course:
         return True
 
     def look(self, poll: float) -> None:
-        """Show new rounds, and every `poll` seconds ask for the state."""
+        """Show what is new; ask for the state when nothing is.
+
+        Asking starts a process of Flower's (a second of processor time), and a run that writes rounds is known to go on."""
         from fedveil.flower import stack
 
+        before = self.shown, self.stage
         self.shown = _follow(self.out, self.rounds, self.shown, quiet=self.quiet)
         self.stage = self.stage if self.quiet else _stage(self.out, self.stage)
-        if time.monotonic() - self.looked >= poll or (self.out / "result.json").exists():
+        silent, ended = time.monotonic() - self.looked, (self.out / "result.json").exists()
+        if (self.shown, self.stage) != before and not ended:
+            self.looked, self.pause = time.monotonic(), poll
+        elif silent >= max(self.pause, poll) or (ended and silent >= min(poll, 1.0)):
+            self.pause = min(1.5 * max(self.pause, poll), 3 * poll)
             self.state, self.looked = stack.status(self.env, self.number, self.name), time.monotonic()
             if self.home is not None:
                 self._mind_processes(self.home)

@@ -14,24 +14,46 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from fedveil.federation.config import RunConfig
+from fedveil.jsons import Document
 from fedveil.secure_sum.coordinator import STAGES
 
 FILE = "stage.json"
+WAITING = "waiting.json"  # before the run begins: which nodes have joined
 TRAINING, DONE = "training", STAGES[-1]
 ASKED, ANSWERED, SILENT = "asked", "answered", "no answer"
 
 
 def write(folder: Path, round: int, attempt: int, stage: str, nodes: Mapping[int, str], left: float) -> None:
     """Replace the file. nodes: the word for each client's node; left: seconds until the stage is closed."""
-    facts = {
+    _replace(folder / FILE, {
         "round": round, "attempt": attempt, "stage": stage, "until": time.time() + left,
         "missing": [client for client, word in nodes.items() if word == ASKED],
         "nodes": {str(client): word for client, word in nodes.items()},
-    }  # fmt: skip
-    temporary = folder / f".{FILE}"
+    })  # fmt: skip
+
+
+def _replace(path: Path, facts: Document) -> None:
+    temporary = path.parent / f".{path.name}"
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(facts), "utf-8")
-        os.replace(temporary, folder / FILE)
+        os.replace(temporary, path)
+
+
+def waiting(folder: Path, config: RunConfig, joined: Mapping[int, int], left: float) -> None:
+    """Say that a run waits for its nodes. joined: rows of each client whose node is there; left: seconds it will wait."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / WAITING, {
+        **{key: getattr(config, key) for key in ("name", "recipe", "dataset", "rounds", "clients")},
+        "joined": {str(client): rows for client, rows in joined.items()}, "until": time.time() + left,
+    })  # fmt: skip
+
+
+def complete(folder: Path) -> None:
+    """Every node is there: the run's own files tell the rest."""
+    with contextlib.suppress(OSError):
+        (folder / WAITING).unlink(missing_ok=True)
 
 
 def training(

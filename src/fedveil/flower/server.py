@@ -381,11 +381,17 @@ def gather(
         known = store.read_json(folder / "nodes.json")
         crowd = Crowd({int(c): v[0] for c, v in known.items()}, {int(c): v[1] for c, v in known.items()})
     until = time.monotonic() + options.join
+    begun = (folder / "run.json").exists()
+    shown: Crowd | None = None
     while True:
+        if not begun and crowd != shown:
+            live.waiting(folder, config, crowd.examples, max(0.0, until - time.monotonic()))
+        shown = crowd
         crowd = greet(grid, config, crowd, max(1.0, until - time.monotonic()), options.poll, parties)
         missing = [c for c in range(config.clients) if c not in crowd.node]
         back = set(crowd.node.values()) <= set(grid.get_node_ids())
         if not missing and (back or time.monotonic() > until):
+            live.complete(folder)
             return crowd
         said = "".join(f"; node {node}: {why}" for node, why in crowd.strangers.items())
         if missing and said and len(crowd.strangers) + len(crowd.node) >= config.clients:

@@ -36,6 +36,7 @@ FILES = (
     "model.safetensors",
     "nodes.json",
     "stage.json",
+    "waiting.json",
 )
 
 
@@ -52,11 +53,16 @@ def plain_file(path: Path, root: Path) -> bool:
         return False
 
 
+def _holds_run(folder: Path, root: Path) -> bool:
+    """A run, or one over Flower that waits for its nodes before it begins."""
+    return plain_file(folder / "run.json", root) or plain_file(folder / "waiting.json", root)
+
+
 def resolve(root: Path, name: str) -> Path:
     """The run directory called `name` below `root`; everything else is `Missing`. `root` is a resolved path."""
     try:
         folder = (root / name).resolve(strict=True)
-        fine = folder.is_relative_to(root) and plain_file(folder / "run.json", root)
+        fine = folder.is_relative_to(root) and _holds_run(folder, root)
     except (OSError, RuntimeError, ValueError):
         fine = False
     if not fine:
@@ -86,7 +92,7 @@ def find(root: Path) -> Iterator[Path]:
     for _ in range(DEPTH + 1):
         following: list[Path] = []
         for folder in level:
-            if plain_file(folder / "run.json", root):
+            if _holds_run(folder, root):
                 yield folder
                 found += 1
                 if found >= MOST_RUNS:
@@ -167,10 +173,28 @@ def nodes_of(folder: Path, root: Path, live: bool) -> JsonObject:
     }  # fmt: skip
 
 
+def waiting_of(folder: Path, root: Path) -> JsonObject:
+    """A run over Flower that waits for its nodes: who is there, and whether it still waits."""
+    facts = read_json(folder / "waiting.json", root)
+    if not isinstance(facts, dict) or not isinstance(facts.get("joined"), dict):
+        return {"problem": "waiting.json is damaged", "status": "broken"}
+    now, until = time.time(), number(facts.get("until")) or 0.0
+    return {
+        "title": str(facts.get("name") or "")[:200], "recipe": str(facts.get("recipe", "?"))[:100],
+        "dataset": str(facts.get("dataset", "?"))[:200], "created": "", "simulated": False,
+        "status": "waiting" if now < min(until, now + MOST_WAIT) else "stopped", "until": until,
+        "round": 0, "rounds": int(number(facts.get("rounds")) or 0), "metric": "accuracy", "result": None, "observer": "server",
+        "epsilon": None, "verdict": "", "seconds": None, "clients_wanted": int(number(facts.get("clients")) or 0),
+        "joined": {str(client)[:12]: number(rows) for client, rows in list(facts["joined"].items())[:MOST_RUNS]},
+    }  # fmt: skip
+
+
 def summary(folder: Path, root: Path) -> JsonObject:
     """One line of the list of runs: cheap, and never an exception."""
     name = folder.relative_to(root).as_posix()
     row: JsonObject = {"id": name, "name": name if name != "." else root.name, "problem": ""}
+    if not os.path.lexists(folder / "run.json"):
+        return row | waiting_of(folder, root)
     facts = read_json(folder / "run.json", root)
     config = facts.get("config") if isinstance(facts, dict) else None
     if not isinstance(config, dict):

@@ -214,7 +214,7 @@ def _single_runs(app: FastAPI, root: Path, cache: Cache) -> None:
         rows = [_summary(item, root) for item in folder.find(root)]
         rows.sort(
             key=lambda row: (
-                row["status"] != "live",
+                row["status"] not in ("live", "waiting"),
                 row["status"] == "broken",
                 _reversed(row.get("created", "")),
             )
@@ -226,6 +226,8 @@ def _single_runs(app: FastAPI, root: Path, cache: Cache) -> None:
         place = folder.resolve(root, id)
         folder.check(place, root)
         row = folder.summary(place, root)
+        if "joined" in row:
+            return JSONResponse(plain(row))
         live = row["status"] == "live"
         made = cache.get(
             ("run", id), (folder.stamp(place), live), lambda: detail(_facts(place, live, clients=True))

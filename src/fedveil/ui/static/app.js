@@ -62,11 +62,13 @@ function runRow(run, changed) {
   if (run.problem) {
     return h("tr", { "data-id": run.id }, h("td", { class: "pick" }), h("td", { class: "name" }, run.name), h("td", {}, h("span", { class: "badge broken" }, "broken")), h("td", { colspan: 4, class: "muted" }, run.problem));
   }
+  if (run.joined) box.disabled = true;
+  const here = run.joined ? Object.keys(run.joined).length : run.round, all = run.joined ? run.clients_wanted : run.rounds;
   return h("tr", { "data-id": run.id },
     h("td", { class: "pick" }, box),
     h("td", { class: "name" }, h("a", { href: link(run.id) }, run.name), h("span", { class: "sub" }, (run.title && !run.name.endsWith(run.title) ? run.title + " · " : "") + run.recipe + " on " + run.dataset)),
     h("td", {}, h("span", { class: "badge " + run.status }, run.status)),
-    h("td", {}, h("progress", { max: Math.max(run.rounds, 1), value: run.round, "aria-label": "Progress of " + run.name }), h("span", { class: "sub" }, run.round + " of " + run.rounds + " rounds")),
+    h("td", {}, h("progress", { max: Math.max(all, 1), value: here, "aria-label": "Progress of " + run.name }), h("span", { class: "sub" }, here + " of " + all + (run.joined ? " nodes joined" : " rounds"))),
     h("td", { class: "right" }, outcome(run)),
     h("td", {}, promiseOf(run)),
     h("td", { class: "right wide" }, time(run.seconds)));
@@ -121,7 +123,7 @@ async function showRuns(now) {
       document.querySelector("main .error")?.remove();
       main.prepend(failed(error));
     }
-    timer = setTimeout(load, runs.some((run) => run.status === "live") ? 2000 : 8000);
+    timer = setTimeout(load, runs.some((run) => run.status === "live" || run.status === "waiting") ? 2000 : 8000);
   }
   const count = h("span", { class: "sub" });
   const table = h("table", { class: "runs", onkeydown: (event) => {
@@ -178,6 +180,21 @@ function stageLine(run) {
     now.stages.length ? h("ol", { class: "stages", "aria-label": "Stages of the secure sum" }, now.stages.map((name, i) => h("li", { class: i < now.stages.indexOf(now.stage) ? "past" : "", "aria-current": name === now.stage ? "step" : null }, name))) : null);
 }
 
+// A run over Flower before it begins: which nodes are there.
+function drawWaiting(run) {
+  const joined = Object.keys(run.joined), missing = Array.from({ length: run.clients_wanted }, (_, i) => String(i)).filter((c) => !(c in run.joined));
+  const until = run.status === "waiting" ? " It waits until " + new Date(1000 * run.until).toLocaleTimeString([], { hour12: false }) + "." : " It does not wait any more: start the missing nodes, then `fedveil flower run` again.";
+  document.title = run.name + " · fedveil";
+  put(
+    h("div", { class: "head" }, h("div", {}, h("h1", { tabindex: -1 }, run.name), h("p", { class: "sub" }, run.recipe + " on " + run.dataset)),
+      h("div", { class: "actions" }, h("span", { class: "badge " + run.status, id: "status" }, run.status))),
+    h("h2", {}, "Nodes"),
+    h("p", { class: "lead", id: "joined" }, joined.length + " of " + run.clients_wanted + " nodes have joined; nothing was asked of them yet." + until),
+    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": "Nodes" }, h("table", {},
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Node"), h("th", { scope: "col", class: "right" }, "Rows"), h("th", { scope: "col" }, "State"))),
+      h("tbody", {}, [...joined, ...missing].sort((a, b) => a - b).slice(0, 200).map((c) => h("tr", { "data-client": c }, h("td", {}, c), h("td", { class: "right" }, number(run.joined[c], 7)), h("td", {}, c in run.joined ? "joined" : "awaited")))))));
+}
+
 async function showRun(now, query) {
   const id = query.get("id") || "";
   let before = null;
@@ -191,10 +208,10 @@ async function showRun(now, query) {
       return;
     }
     if (now !== visit) return;
-    if (!alike(run, before)) draw(run);
+    if (!alike(run, before)) run.joined ? drawWaiting(run) : draw(run);
     if (before && before.round !== run.round) said.textContent = "Round " + run.round + " of " + run.rounds + ", " + outcome(run);
     before = run;
-    if (run.status === "live") timer = setTimeout(load, 1500);
+    if (run.status === "live" || run.status === "waiting") timer = setTimeout(load, 1500);
   }
   function draw(run) {
     const focused = document.activeElement?.dataset?.key, scroll = document.querySelector(".budgets")?.scrollTop || 0;
