@@ -99,6 +99,24 @@ FloatOut noise(nb::bytes key, int64_t step, int64_t count, int64_t first, int64_
     return FloatOut(out, {size_t(count)}, owner);
 }
 
+// out[k] = factors[k] times the first values of the normal stream of key k (16 bytes each, one after the other).
+void fill_normals(nb::bytes keys, int64_t step, nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu> factors,
+                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out, const std::string& isa) {
+    const size_t streams = out.shape(0), count = out.shape(1);
+    if (keys.size() != 16 * streams || factors.shape(0) != streams) throw std::invalid_argument("every row has a key of 16 bytes and a factor");
+    const Choice choice = choose(isa);
+    const Cipher cipher = cipher_for(isa);
+    nb::gil_scoped_release release;
+    for (size_t k = 0; k < streams; ++k) {
+        AesKey schedule;
+        expand_key(reinterpret_cast<const uint8_t*>(keys.c_str()) + 16 * k, schedule);
+        float* row = out.data() + k * count;
+        fill_noise(*choice.noise, cipher, {&schedule, uint32_t(step), 0, NORMAL}, nullptr, 0, int64_t(count), row);
+        const float factor = factors.data()[k];
+        for (size_t i = 0; i < count; ++i) row[i] *= factor;
+    }
+}
+
 using Stack = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
 
 // c[m] = a[m] b[m] (+ bias): [m, rows, terms] times [m, terms, columns]; a stack of one matrix is used for all.
@@ -440,7 +458,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 5;  // of this interface; protect.noise checks it
+    m.attr("VERSION") = 6;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("exact_gaussian", &exact_gaussians, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("deviation"),
           nb::arg("example") = 0, nb::arg("isa") = "auto");
@@ -460,6 +478,8 @@ NB_MODULE(_native, m) {
               return noise(key, step, count, first, example, NORMAL, nullptr, isa);
           },
           nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("first") = 0, nb::arg("example") = 0,
+          nb::arg("isa") = "auto");
+    m.def("fill_normals", &fill_normals, nb::arg("keys"), nb::arg("step"), nb::arg("factors"), nb::arg("out").noconvert(),
           nb::arg("isa") = "auto");
     m.def("laplaces",
           [](nb::bytes key, int64_t step, int64_t count, int64_t first, int64_t example, int64_t purpose,

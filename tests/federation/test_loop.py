@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedveil.data.datasets import load
 from fedveil.errors import UserError
 from fedveil.federation import loop
 from fedveil.federation.config import load_config
@@ -397,3 +398,11 @@ def test_a_round_is_in_the_ledger_on_disk_before_anybody_hears_of_it(tmp_path):
     heard = []
     run(small, tmp_path, on_round=lambda facts: heard.append(Ledger.read(tmp_path / "ledger.jsonl").rounds))
     assert heard == [1, 2, 3]
+
+
+def test_a_preparation_fitted_on_private_rows_ends_every_promise_before_the_first_round(tmp_path):
+    result = run(load_config("fed-cdp-sound", SMALL), tmp_path / "run", dataset=load("cancer", fit_scaler=True))
+    after_upload = [row for row in result["ledger"] if row["observer"] != "client-process"]
+    assert after_upload and all(row["verdict"] == "none" and "mean and deviation" in row["reason"] for row in after_upload)
+    control = run(load_config("fed-cdp-sound", SMALL), tmp_path / "control")
+    assert any(row["verdict"] == "sound" for row in control["ledger"])

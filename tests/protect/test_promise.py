@@ -8,7 +8,7 @@ import pytest
 from fedveil.privacy.accountants import answer
 from fedveil.protect import noise
 from fedveil.protect.catalogue import catalogue, get
-from fedveil.protect.promise import claims, release
+from fedveil.protect.promise import claims, release, unpaid
 from fedveil.protect.recipe import spacing, with_changes
 from fedveil.protect.setting import Moment, Setting
 
@@ -243,3 +243,11 @@ def test_rounding_of_the_sums_is_in_the_bound(name):
     (noised, *_) = recipe.place.noised(recipe, SETTING, moment(steps=1), 500)
     joint = recipe.clip.joint(4.0, SETTING.layers) * (2 if noised.relation == "replace-one" else 1)
     assert joint < noised.bound < 1.01 * joint
+
+
+def test_what_was_computed_from_private_rows_without_noise_is_charged_to_every_client():
+    assert unpaid(3, ()) is None
+    entry = unpaid(3, ["private: a scaler fitted on the rows"])
+    ((members, ended),) = entry.groups
+    assert members == (0, 1, 2) and {claim.verdict for claim in ended} == {"none"}
+    assert all("a scaler fitted" in claim.reason for claim in ended)

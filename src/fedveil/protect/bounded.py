@@ -125,15 +125,16 @@ def rounding_slack(
     by one example; see the module's text. In float64 it grows as 2 n^2 2**-53 (n = 1000: 2.2e-10, n = 60,000: 8e-7).
     The native engine adds blocks of m products in float32: term j of a block is rounded at most m - j + 2 times, so n terms
     err by (m + 3)/2 n 2**-24, twice. It takes m = 32 or as many as keep that below NATIVE_SLACK, and above n = 2048
-    multiplies in float64 (n = 5: 2.4e-6, n = 32: 6.7e-5, n >= 234: 4.9e-4). Narrowing adds 2 n 2**-24.
-    The stacked engine leaves the order of a sum to BLAS: of at most 32 examples it adds two halves in float32, in which each of
-    the n terms is rounded at most (n + 3)/2 times whatever the order, which is the same bound; of more it adds in float64.
+    multiplies in float64 (n = 5: 3.3e-6, n = 32: 6.7e-5, n >= 234: 4.9e-4). Narrowing adds 2 n 2**-24.
+    The stacked engine leaves the order of a sum to BLAS: of at most 32 rows, up to three of them padding, it adds two halves in
+    float32, in which each of the n terms is rounded at most (n + 3 + 3)/2 times whatever the order; of more it adds in float64.
+    Three rows more are counted for both engines: a promise does not depend on which of them runs.
     """
     if engine not in COVERED:
         raise ValueError(f"nothing is proven about the sums of engine {engine!r}; proven: {', '.join(COVERED)}")
     slack = 2.0 * examples * _accumulation(examples)
     if engine in ("native", "stacked"):
-        narrow = (min(BLOCK, examples) + 3) * min(examples, BLOCK if engine == "stacked" else examples) * _UNIT32
+        narrow = (min(BLOCK, examples + 3) + 3) * min(examples, BLOCK if engine == "stacked" else examples) * _UNIT32
         slack += min(NATIVE_SLACK, narrow)
         slack += 2.0 * examples * (size if ORDERS[kind] == 1 else math.sqrt(size)) * _TINY32 / bound  # underflow
     return slack + (2.0 * examples * _UNIT32 if narrowed else 0.0)

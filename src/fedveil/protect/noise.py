@@ -41,7 +41,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedveil.errors import UserError
 
-INTERFACE = 5  # of the compiled module; one of another version is not used
+INTERFACE = 6  # of the compiled module; one of another version is not used
 
 try:
     from fedveil import _native as _native

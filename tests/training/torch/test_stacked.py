@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from fedveil.errors import UserError
 from fedveil.training import native, reference
-from fedveil.training.torch import functional, stacked
+from fedveil.training.torch import functional, layers, stacked
 from fedveil.training.torch.layers import Given, Outer, materialise, measure, products, sum_up, widened
 
 VECTORS = ("control", "anchor", "shift", "scale")
@@ -131,7 +132,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 @pytest.mark.parametrize("poisson", [False, True], ids=["fixed", "poisson"])
-def test_bits_do_not_depend_on_the_chunk_the_order_or_the_padding(name, dtype, poisson):
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "blas"])
+def test_bits_do_not_depend_on_the_chunk_the_order_or_the_padding(name, dtype, poisson, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(layers, "compiled", lambda *_: None)
     case = CASES[name]()
     loss = "squared" if name == "regression" else "cross-entropy"
     for options in (PRIVATE, {"clip": "flat", "clip_norm": "l1"}, {"momentum": 0.5}):
@@ -272,10 +276,16 @@ SIDES = st.sampled_from([1, 2, 3, 5, 8, 16, 25, 33, 64, 130, 300])
     examples=st.integers(1, 6),
     sides=st.tuples(SIDES, SIDES, SIDES),
     double=st.booleans(),
+    compiled=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_each_examples_product_has_the_bits_it_has_alone(clients, examples, sides, double, seed):
+def test_each_examples_product_has_the_bits_it_has_alone(clients, examples, sides, double, compiled, seed):
     """Whatever the other clients and the rest of the batch, for every CPU and BLAS: equal shapes, equal alignment."""
+    with mock.patch.object(layers, "compiled", layers.compiled if compiled else lambda *_: None):
+        _products_have_the_bits_they_have_alone(clients, examples, sides, double, seed)
+
+
+def _products_have_the_bits_they_have_alone(clients, examples, sides, double, seed):
     (rows, inner, columns), dtype = sides, torch.float64 if double else torch.float32
     make = torch.Generator().manual_seed(seed)
     x = widened(torch.randn(clients, examples, rows, inner, generator=make, dtype=dtype))

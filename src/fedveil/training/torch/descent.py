@@ -21,7 +21,6 @@ import torch
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout
-from fedveil.protect import noise
 from fedveil.protect.bounded import BLOCK, MARGIN
 from fedveil.protect.clip import Clipped
 from fedveil.protect.law import Gaussian, kernel_of
@@ -32,6 +31,7 @@ from fedveil.training.torch.many_normals import Normals
 
 Tensor = torch.Tensor
 _KEPT = 24 << 20  # bytes; malloc learns from at most 32 MiB
+_SMALL = 1 << 12  # rows of a network that go through at once: one for which so many do is small
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def _stack(
     velocity = torch.zeros_like(weights) if plan.momentum else None
     moments = optimisers.begin(plan.optimiser, weights)
     counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
-    widths = np.stack([_widths(c) for c in counts])
+    widths = np.stack([_widths(c, small=network.rows >= _SMALL) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
     figures = _Figures(clients, 1 if plan.flat else network.layout.layers, device)
     noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
@@ -318,7 +318,7 @@ class _Noise:
     def __init__(self, plan: LocalPlan, work: Sequence[ClientWork], size: int, dtype: torch.dtype) -> None:
         self.plan, self.work, self.size, self.dtype = plan, work, size, dtype
         self.room = np.empty((len(work), size), np.float32)
-        fast = kernel_of(plan.noised[0].law) == Gaussian().kernel and plan.grid <= 0 and noise._native is None
+        fast = kernel_of(plan.noised[0].law) == Gaussian().kernel and plan.grid <= 0
         self.normals = Normals([one.noise_key for one in work], size) if fast else None
 
     def add(
@@ -364,11 +364,12 @@ def _packed_rows(work: Sequence[ClientWork], steps: int, width: int) -> np.ndarr
     return out
 
 
-def _widths(counts: np.ndarray) -> np.ndarray:
-    """Width of each step's pass: the count itself below 16 or when it never changes, else at most 1/8 more."""
+def _widths(counts: np.ndarray, small: bool) -> np.ndarray:
+    """Width of each step's pass: the count itself below 16 or when it never changes, else at most 1/8 more. For small networks,
+    for which a pass costs more than its rows, at least the next multiple of 4. (`bounded.rounding_slack` knows of 3 more.)"""
     if counts.size == 0 or (counts == counts[0]).all():
         return counts
-    quantum = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(int) // 8)
+    quantum = np.maximum(4 if small else 1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(int) // 8)
     return -(-counts // quantum) * quantum
 
 

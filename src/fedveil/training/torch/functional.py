@@ -17,11 +17,12 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.protect.bounded import ORDERS
 from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
 from fedveil.training.torch import descent
 from fedveil.training.torch.descent import Clipping, Pass
-from fedveil.training.torch.layers import Given, size_of, sum_up
+from fedveil.training.torch.layers import size_of
 
 Tensor = torch.Tensor
 _NUMBERS = 1 << 27  # per-example gradients that may be in memory at once (512 MiB of float32)
@@ -52,9 +53,9 @@ def draws(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class Net:
-    """A module whose per-example gradients come from vmap(grad)."""
+    """A module whose per-example gradients come from autograd, or where nothing is clipped from vmap(grad)."""
 
-    module: nn.Module
+    module: nn.Module  # a copy of this engine's own: its weights change
     layout: Layout
     rows: int
 
@@ -73,21 +74,26 @@ class Net:
 
         of_one = losses_of.of_one(loss)
 
-        def value(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
-            return of_one(functional_call(self.module, parameters, (image[None],)), target[None])
+        def value(output: Tensor, target: Tensor) -> Tensor:
+            return of_one(output, target[None])
+
+        def called(parameters: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
+            return value(functional_call(self.module, parameters, (image[None],)), target)
 
         # Copies of their own: torch may round otherwise where numbers begin elsewhere in memory.
         parameters = unflatten(weights.clone(), self.layout)
         with torch.enable_grad():
             if not apart:
-                by_name, losses = vmap(grad_and_value(value), in_dims=(None, 0, 0))(parameters, x, y)
+                by_name, losses = vmap(grad_and_value(called), in_dims=(None, 0, 0))(parameters, x, y)
                 found = torch.cat([by_name[name].flatten(1) for name in self.layout.names], 1)
                 return found.detach(), losses.detach()
             found = weights.new_empty(len(x), self.layout.size)
             losses = weights.new_empty(len(x))
-            own = [parameters[name].requires_grad_() for name in self.layout.names]
+            own = [self.module.get_parameter(name) for name in self.layout.names]
+            for parameter, name in zip(own, self.layout.names, strict=True):
+                parameter.data = parameters[name]
             for row in range(len(x)):  # plain autograd: for one example torch.func only takes longer
-                loss_here = value(parameters, x[row].clone(), y[row])
+                loss_here = value(self.module(x[row][None].clone()), y[row])
                 losses[row] = loss_here.detach()
                 gradients = torch.autograd.grad(loss_here, own, materialize_grads=True)
                 torch.cat([gradient.reshape(-1) for gradient in gradients], out=found[row])
@@ -126,25 +132,29 @@ class Net:
         if clipping.shift is not None and clipping.scale is not None:
             found = (found - clipping.shift) / clipping.scale
         parts = (slice(0, self.layout.size),) if clipping.flat else self.layout.layer_slices()
-        norms = None
+        norms, wide = None, found.double() if clipping.bounded or clipping.norms else found
         if clipping.bounded or clipping.norms:
-            norms = torch.stack([size_of(found[:, p], clipping.norm) for p in parts], 1)[None]
+            sizes = _sizes if found.dtype == torch.float32 else size_of
+            norms = torch.stack([sizes(wide[:, p], clipping.norm) for p in parts], 1)[None]
         if not clipping.bounded or norms is None:
             total = found.sum(0) if mask is None else mask[0] @ found
             return Pass(total[None].double(), losses, norms, None, mask)
         used = descent.usable(raw, norms, mask, weights.dtype)
         if used is not None:
             mask, out = used, used == 0
-            found, losses, norms = (
-                found.masked_fill(out[0, :, None], 0),
+            wide, losses, norms = (
+                wide.masked_fill(out[0, :, None], 0),
                 losses.masked_fill(out, 0),
                 norms.masked_fill(out[:, :, None], 0),
             )
         factors, bound = clipping.factors(norms, mask)
-        total = found.new_empty(1, self.layout.size, dtype=torch.float64)
-        for i, part in enumerate(parts):
-            sum_up(Given(found[None, :, part]), factors[:, :, i], total[:, part])
-        return Pass(total, losses, norms, bound, mask)
+        total = torch.cat([factors[0, :, i] @ wide[:, part] for i, part in enumerate(parts)])
+        return Pass(total[None], losses, norms, bound, mask)
+
+
+def _sizes(values: Tensor, kind: str) -> Tensor:
+    """Norms over the last axis of float32 numbers that were made float64: their squares neither under- nor overflow."""
+    return torch.linalg.vector_norm(values, ORDERS[kind], dim=-1)
 
 
 @descent.one_thread()
@@ -169,7 +179,7 @@ def train(
     descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     layout = layout_of(module)
-    module = module if device == "cpu" else copy.deepcopy(module).to(device)
+    module = copy.deepcopy(module).to(device)
     net = Net(module, layout, max(plan.augment.copies, _NUMBERS // max(layout.size, 1)))
     with torch.no_grad():
         first = torch.as_tensor(np.array(start)).to(device, dtype)

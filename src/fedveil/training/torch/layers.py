@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedveil.protect.bounded import ORDERS
+from fedveil.training.torch.batched import compiled
+from fedveil.training.torch.batched import products as each_by_itself
 
 Tensor = torch.Tensor
 Saved: TypeAlias = Any  # what a layer's forward pass keeps: only its own backward pass looks inside
@@ -88,11 +90,14 @@ def matrix_views(
 def products(x: Tensor, matrices: Tensor) -> Tensor:
     """x [K, B, T, I] times its client's matrix [K, I, O]; sides in whole lines.
 
-    Every x[k, b] is multiplied by a call of its own (of a batch of such calls) with the same shape and alignment: its
+    The compiled module computes every number by the same chain over its terms, whatever else is in the call. Without it
+    every x[k, b] is multiplied by a call of its own (of a batch of such calls) with the same shape and alignment: its
     bits depend on nothing else. BLAS rounds differently when the number of rows changes, when an operand lies elsewhere
     modulo a line, and when a batch has one member, so none of these varies.
     """
-    k, b = x.shape[:2]
+    k, b, t, i = x.shape
+    if compiled(x.device, x.dtype) is not None:
+        return each_by_itself(x.reshape(k, b * t, i), matrices).view(k, b, t, -1)
     if k == b == 1:
         return torch.bmm(x[0].expand(2, -1, -1), matrices.expand(2, -1, -1))[None, :1]
     if b <= k:
@@ -115,7 +120,7 @@ def few_products(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
 def together(x: Tensor, matrices: Tensor) -> Tensor:
     """The same with one product per client, where nothing is clipped and only speed counts."""
     k, b, t, i = x.shape
-    if b * t == 1:
+    if b * t == 1 or compiled(x.device, x.dtype) is not None:
         return products(x, matrices)
     return torch.bmm(x.view(k, b * t, i), matrices).view(k, b, t, -1)
 

@@ -1,4 +1,4 @@
-"""The Gaussian streams of `protect.noise` for a stack of clients, when there is no compiled module.
+"""The Gaussian streams of `protect.noise` for a stack of clients: one call of the compiled module, or NumPy without it.
 
 The same bits as `noise.normals`, several times faster than its plain NumPy form: no temporaries, blocks that stay
 in the cache, and choices by bit masks instead of branches. Every operation rounds once, as the definition demands.
@@ -25,7 +25,10 @@ class Normals:
     """Standard normal streams of several clients, step by step."""
 
     def __init__(self, keys: Sequence[bytes], count: int) -> None:
-        self.count, self.tiles = count, -(-count // 32)
+        self.count, self.tiles, self._native = count, -(-count // 32), noise._native
+        if self._native is not None:
+            self._keys = b"".join(keys)
+            return
         self._ciphers = [Cipher(algorithms.AES(key), modes.ECB()).encryptor() for key in keys]
         # Blocks with radii first, then those with angles; the definition alternates four of each.
         tile = np.arange(self.tiles, dtype=np.uint32)[:, None] * np.uint32(8)
@@ -43,6 +46,9 @@ class Normals:
     def draw(self, step: int, factors: np.ndarray, out: np.ndarray) -> None:
         """Fill out [clients, count] with factors [clients] times the values 0 … count - 1 of the streams
         (key, step), all float32."""
+        if self._native is not None:
+            self._native.fill_normals(self._keys, step, factors, out)
+            return
         self._counter[:, :, 2] = step
         counters = self._counter.view(np.uint8).reshape(2, -1)
         size = self.tiles * 64

@@ -279,7 +279,7 @@ class Net:
                 capture = _folded(capture, clipping.copies)
             if clipping.shift is not None and clipping.scale is not None:
                 scale = (clipping.scale + self.padding(clipping.scale))[:, layer.part]
-                capture = _mapped(capture, clipping.shift[:, layer.part], scale)
+                capture = _mapped(capture, clipping.shift[:, layer.part], scale, mask)
             if without is not None:
                 capture = _cleared(capture, without)
             if clipping.bounded or clipping.norms:
@@ -318,9 +318,10 @@ def _folded(capture: Outer | Given, copies: int) -> Outer | Given:
     return Given(total)
 
 
-def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor) -> Given:
-    """AdaClip: every example's gradient as (g - shift) / scale."""
-    return Given((materialise(capture).values - shift[:, None]) / scale[:, None])
+def _mapped(capture: Outer | Given, shift: Tensor, scale: Tensor, mask: Tensor | None) -> Given:
+    """AdaClip: every example's gradient as (g - shift) / scale, 0 for padding."""
+    values = (materialise(capture).values - shift[:, None]) / scale[:, None]
+    return Given(values if mask is None else values * mask[:, :, None])
 
 
 def _cleared(capture: Outer | Given, rows: Tensor) -> Outer | Given:
