@@ -333,7 +333,7 @@ def test_every_built_in_model_gives_the_references_update(name):
     options = {"width": 16} if name == "resnet18-gn" else {}
     shape, classes = ((3, 24, 1), None) if name in ("wind-cnn", "linear") else ((1, 28, 28), 10)
     case = build(lambda: nets.build(name, shape, classes, 0, **options), shape, classes, rows=6)
-    loss = "squared" if classes is None else "cross-entropy"
+    loss = "statistics" if name == "adassp" else "squared" if classes is None else "cross-entropy"
     work, what = (
         works(case, clients=2, steps=1, batch=2),
         plan(steps=1, loss=loss, clip="layer", noise="gaussian"),

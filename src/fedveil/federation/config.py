@@ -313,6 +313,8 @@ def make_config(
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
     if known is not None and known.place.sum_only:
         base["local_steps"] = 1
+    if merged.get("model") == "adassp":
+        base |= {"rounds": 1, "local_steps": 1, "learning_rate": 1.0}
     if "clients" in merged and "cohort_size" not in merged:
         base.pop("cohort_size", None)
     try:

@@ -25,7 +25,7 @@ from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
-from fedveil.federation import store, sums
+from fedveil.federation import one_shot, store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
@@ -157,6 +157,7 @@ def _prepared(
     initial = flatten(module)
     engine, reason = engine_of(task, initial, dealt, config)
     task = replace(task, setting=replace(task.setting, engine=engine))
+    one_shot.tell(task)
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
 
 
@@ -201,7 +202,7 @@ def _task(
         momentum=config.momentum,
         optimiser=parse_optimiser(config.local_optimiser),
         augment=parse_augment(config.augment, config.augment_copies),
-        loss=losses.chosen(config.loss, dataset.task == "regression"),
+        loss=one_shot.loss_of(config, module, dataset),
         server_learning_rate=config.server_learning_rate,
         server_momentum=config.server_momentum,
         average=config.average,

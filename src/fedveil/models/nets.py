@@ -18,6 +18,7 @@ from torch import nn
 from fedveil.data.functions import call, import_function, is_function
 from fedveil.errors import UserError, did_you_mean
 from fedveil.keys import derive
+from fedveil.models.statistics import statistics
 
 if TYPE_CHECKING:
     from fedveil.data.rows import Dataset
@@ -169,7 +170,7 @@ def resnet18_gn(shape: Shape, outputs: int, width: int = 64, groups: int = 16) -
     )  # fmt: skip
 
 
-NETS: dict[str, Callable[..., nn.Sequential]] = {
+NETS: dict[str, Callable[..., nn.Module]] = {
     "papers-cnn": papers_cnn,
     "papers-mlp": papers_mlp,
     "small-vgg": small_vgg,
@@ -181,11 +182,13 @@ NETS: dict[str, Callable[..., nn.Sequential]] = {
     "wind-cnn": wind_cnn,
     "logistic": linear,
     "linear": linear,
+    "adassp": statistics,
 }
 _TABLES = (
     "papers-mlp",
     "logistic",
     "linear",
+    "adassp",
 )  # these take any shape; the others take [channels, height, width]
 
 
@@ -227,6 +230,8 @@ def build(
             )
         _check_options(name, NETS[name], options, given=2)
         make, arguments = NETS[name], {"shape": size, "outputs": outputs, **options}
+        if make is statistics:
+            arguments["classes"] = classes is not None
     elif is_function(name):
         make = import_function(name)
         arguments = _named_arguments(name, make, {"shape": size, "classes": classes}, options)

@@ -2,6 +2,7 @@
 
     cross-entropy | label-smoothing:share=0.1 | binary-cross-entropy      integer labels, outputs [classes]
     squared | huber:width=1                                               one target per output
+    statistics                                                            of models.statistics, which sets it
     package.module:function                                               your own, of (outputs, targets)
 
 An own function is called with one example at a time, outputs [1, …] and targets [1, …], and returns its one value. Targets
@@ -32,6 +33,7 @@ CLASSES = ("cross-entropy", "label-smoothing", "binary-cross-entropy")
 VALUES = ("squared", "huber")
 OPTIONS = {"label-smoothing": ("share", 0.1), "huber": ("width", 1.0)}
 PLAIN = ("cross-entropy", "squared")
+STATISTICS = "statistics"
 
 
 def parse(text: str) -> tuple[str, float]:
@@ -102,6 +104,8 @@ def of_one(text: str) -> OfOne:
     """The loss of one example, to be differentiated."""
     if own(text):
         return partial(_own, text, import_function(text))
+    if text == STATISTICS:
+        return _statistics
     name, option = parse(text)
     if name in VALUES:
         rule = nn.functional.mse_loss if name == "squared" else partial(nn.functional.huber_loss, delta=option)
@@ -109,6 +113,15 @@ def of_one(text: str) -> OfOne:
     if name == "binary-cross-entropy":
         return _one_against_all
     return lambda out, target: nn.functional.cross_entropy(out, target.long().reshape(1), label_smoothing=option)
+
+
+def _statistics(out: Tensor, target: Tensor) -> Tensor:
+    """Minus the output for x xᵀ and those for x, each times its target: the value, ±1 for two classes, else 1 for the class."""
+    if target.is_floating_point():
+        return -(out[:, :1].sum() + (out[:, 1:] * target.to(out.dtype).reshape(1, -1)).sum())
+    label = target.long().reshape(-1, 1)
+    linear = out[:, 1:] * (2 * label - 1) if out.shape[1] == 2 else out.gather(1, label + 1)
+    return -(out[:, :1].sum() + linear.sum())
 
 
 def _one_against_all(out: Tensor, target: Tensor) -> Tensor:
@@ -160,7 +173,7 @@ def check_own(text: str, outputs: int, classes: int | None) -> None:
 
 def of_batch(outputs: Tensor, y: Tensor, mask: Tensor | None, text: str) -> tuple[Tensor, Tensor]:
     """Per-example losses [N] and their gradients with respect to `outputs`; both 0 for padded rows (mask)."""
-    if own(text):
+    if own(text) or text == STATISTICS:
         losses, gradient = _one_by_one(outputs, y, of_one(text))
     else:
         name, option = parse(text)
@@ -224,7 +237,7 @@ def _huber(outputs: Tensor, y: Tensor, width: float) -> tuple[Tensor, Tensor]:
 
 def check_targets(outputs: torch.Size, y: Tensor, text: str) -> None:
     """Refuse targets that the model's outputs cannot have, before any training. `outputs`: shape for one example."""
-    if own(text):
+    if own(text) or text == STATISTICS:
         return
     if parse(text)[0] in CLASSES:
         if len(outputs) != 1:
