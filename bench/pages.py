@@ -1,18 +1,21 @@
 """python -m bench.pages OUT …: results of `fedveil reproduce --out OUT` into docs/reproduction.
 
-Copies finished pages with their pictures (a small one never replaces a full one), writes the index anew from all pages
-there, and the tables of resilience.md from the attacks kept in OUT/cells.jsonl.
+Takes over the full-scale cells of OUT and writes a page of all such cells of each table or figure; copies pages of small scale
+with their pictures where there is no full one; writes the index anew from all pages there, and the tables of resilience.md from
+the attacks kept in OUT/cells.jsonl.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.cli.reproduce import _duration
+from fedveil.federation.store import append_line
 from fedveil.studies import runner
 from fedveil.studies.cells import Row, key_of
 from fedveil.studies.index import catalogue, find
@@ -22,11 +25,30 @@ DOCS = Path(__file__).parents[1] / "docs" / "reproduction"
 LEAKS = ("p3-table3", "p1-table7", "p2-table3", "p3-table1")
 
 
+def take(out: Path) -> None:
+    """Take over the full-scale results of a folder, and write the pages that they change."""
+    have, kept = runner.finished(out), runner.finished(DOCS)
+    for entry in catalogue().values():
+        runs = runner.plan(entry, "paper").runs if entry.cells else []
+        keys = [key for key in (key_of(job, seed) for job, seed in runs) if "result" in have.get(key, {})]
+        new = [key for key in keys if key not in kept]
+        for key in new:
+            append_line(DOCS / "cells.jsonl", have[key])
+            kept[key] = have[key]
+        trained = any(have[key]["settings"]["kind"] not in ("epsilon", "stop", "spend") for key in keys)
+        if trained:
+            command = ["reproduce", entry.id, "--scale", "paper", "--finished", "--out", str(DOCS)]
+            subprocess.run([sys.executable, "-m", "fedveil", *command], check=True, stdout=subprocess.DEVNULL)
+            print(f"{entry.id}: {len(new)} new")
+
+
 def copy(out: Path) -> None:
-    """Take over the pages of a folder."""
+    """Take over the pages of small scale of a folder."""
     for page in sorted(out.glob("p[1-5]-*.md")):
         text, there = page.read_text("utf-8"), DOCS / page.name
-        if "Scale: small" in text and there.exists() and "Scale: paper" in there.read_text("utf-8"):
+        if "Scale: small" not in text:
+            continue
+        if there.exists() and "Scale: paper" in there.read_text("utf-8"):
             print(f"{page.name}: kept the full one")
             continue
         for picture in re.findall(r"\]\(([\w-]+\.png)\)", text):
@@ -68,7 +90,10 @@ def _entry(page: Path) -> str:
 
 
 def _agreement(text: str) -> str:
-    values = re.search(r"statement is compared\. (\d+ of \d+ values)", text)
+    verdict = re.search(r"^Here: \*\*(.*?)\*\*", text, re.M)
+    if verdict:
+        return f"statement: **{verdict[1]}**"
+    values = re.search(r"statement is (?:compared|judged at the end)\. (\d+ of \d+ values)", text)
     if values:
         return f"statement only, {values[1]}"
     found = re.search(r"^(\d+ of \d+) compared .*?(?:; (\d+) of \d+ have no number of ours)?\.$", text, re.M)
@@ -126,6 +151,7 @@ def _side_by_side(rows: list[Row], columns: list[tuple[str, int]]) -> list[str]:
 
 if __name__ == "__main__":
     for folder in map(Path, sys.argv[1:]):
+        take(folder)
         copy(folder)
         keys = set(runner.finished(folder))
         plans = (runner.plan(find(name), "paper") for name in LEAKS)
