@@ -90,8 +90,8 @@ def get_dataset(
 
 def sample(
     file: Path = typer.Argument(..., metavar="FILE", help="A new .csv, .csv.gz or .npz file."),
-    kind: str | None = typer.Option(None, help="table, images or texts (default: by the name's end)."),
-    rows: int | None = typer.Option(None, help="How many rows (default: 4,000 of a table, 2,000 of others)."),
+    kind: str | None = typer.Option(None, help="table, study (one site's numbers), images or texts (default: by the name's end)."),
+    rows: int | None = typer.Option(None, help="How many rows (default: 4,000 of a table, 350 of a study, 2,000 of others)."),
     seed: int = typer.Option(0, help="Another seed draws other rows."),
     as_json: bool = _JSON,
 ) -> None:
@@ -117,7 +117,8 @@ def sample(
     if as_json:
         print(json.dumps(facts))
         return
-    columns = {"table": "--target outcome --group hospital", "images": "", "texts": "--text letter --target urgent"}[made]
+    columns = {"table": "--target outcome --group hospital", "study": "--target outcome", "images": "",
+               "texts": "--text letter --target urgent"}[made]  # fmt: skip
     follow = " ".join(filter(None, ["fedveil fit", str(file), columns, "--epsilon 2"]))
     print(f"{file}: {facts['rows']:,} made-up rows ({made}). Next: {follow}")
 

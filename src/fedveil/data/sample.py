@@ -13,8 +13,8 @@ import numpy as np
 
 from fedveil.errors import UserError
 
-Kind = Literal["table", "images", "texts"]
-ROWS: dict[Kind, int] = {"table": 4000, "images": 2000, "texts": 2000}
+Kind = Literal["table", "study", "images", "texts"]
+ROWS: dict[Kind, int] = {"table": 4000, "study": 350, "images": 2000, "texts": 2000}
 SIDE = 16
 CALM = ("thank you for the kind talk last week", "I would like to move my visit to next month", "the new pills work well",
         "please send me a copy of my letter", "my knee is much better since the walk", "greetings from the holidays")  # fmt: skip
@@ -66,6 +66,13 @@ def _patients(draw: np.random.Generator, count: int) -> list[list[object]]:
     return rows
 
 
+def _numbers(draw: np.random.Generator, count: int) -> list[list[object]]:
+    """The same patients as one site of a study brings them: numbers only, no cell empty."""
+    rows = _patients(draw, 2 * count + 50)
+    kept = [row for row in rows if row[4] != ""][: count + 1]
+    return [[row[at] for at in (2, 4, 5, 7)] for row in kept]
+
+
 def _letters(draw: np.random.Generator, count: int) -> list[list[object]]:
     """Three sentences each; urgent letters hold at least one that is."""
     rows: list[list[object]] = [["letter", "urgent"]]
@@ -91,4 +98,4 @@ def _images(draw: np.random.Generator, count: int) -> bytes:
     return file.getvalue()
 
 
-_CELLS = {"table": _patients, "texts": _letters}
+_CELLS = {"table": _patients, "study": _numbers, "texts": _letters}
