@@ -90,7 +90,7 @@ def get_dataset(
 
 def sample(
     file: Path = typer.Argument(..., metavar="FILE", help="A new .csv, .csv.gz or .npz file."),
-    kind: str | None = typer.Option(None, help="table, study (one site's numbers), images or texts (default: by the name's end)."),
+    kind: str | None = typer.Option(None, help="table, study (one site's numbers), images or texts (else by the name's end)."),
     rows: int | None = typer.Option(None, help="How many rows (default: 4,000 of a table, 350 of a study, 2,000 of others)."),
     seed: int = typer.Option(0, help="Another seed draws other rows."),
     as_json: bool = _JSON,
