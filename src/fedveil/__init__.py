@@ -42,6 +42,7 @@ _PUBLIC = {
     "Private": "fedveil.federation.own_loop",
     "protect": "fedveil.api",
     "Result": "fedveil.api",
+    "objective_perturbation": "fedveil.federation.objective",
     "check_practice": "fedveil.federation.practice",
     "backbone": "fedveil.models.backbones",
     "Backbone": "fedveil.models.backbones",
