@@ -82,12 +82,14 @@ def steps_of(module: nn.Module) -> list[Step]:
 
 def why_not(module: nn.Module) -> str | None:
     """None if the module can be described, else the reason, with the layer's name."""
-    return _why_not(module, steps_of(module))
+    return _frozen(module) or _why_not(module, steps_of(module))  # in this order: reading the steps takes time
+
+
+def _frozen(module: nn.Module) -> str | None:
+    return None if all(weight.requires_grad for weight in module.parameters()) else "some of its weights are frozen"
 
 
 def _why_not(module: nn.Module, steps: list[Step]) -> str | None:
-    if any(not parameter.requires_grad for parameter in module.parameters()):
-        return "some of its weights are frozen"
     seen: set[int] = set()
     flat: list[bool | None] = []  # of what each step gives; None: not known
     for step in steps:
@@ -121,7 +123,7 @@ def _why_not(module: nn.Module, steps: list[Step]) -> str | None:
 def compile_layers(module: nn.Module, shape: Sequence[int]) -> list[LayerDescription]:
     """Describe the layers for examples of `shape`; UserError, naming the layer, if that cannot be done."""
     steps = steps_of(module)
-    reason = _why_not(module, steps)
+    reason = _frozen(module) or _why_not(module, steps)
     if reason:
         raise UserError(f"The native engine cannot train this model: {reason}. Use engine = 'auto'.")
     out: list[LayerDescription] = []

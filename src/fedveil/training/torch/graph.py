@@ -30,8 +30,8 @@ from fedveil.training.torch.batched import compiled
 from fedveil.training.torch.descent import Clipping, Pass
 from fedveil.training.torch.layers import size_of
 
-_NUMBERS = 1 << 26  # numbers that the activations of a pass may take (256 MiB of float32)
-_GRADIENTS = 3 << 21  # numbers that the gradients of a block may take (24 MiB): more would leave the cache
+_NUMBERS = 1 << 27  # numbers that the activations of a pass may take (512 MiB of float32)
+_GRADIENTS = 3 << 22  # numbers that the gradients of a block may take (48 MiB): many more would leave the cache
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -250,6 +250,7 @@ def train(
     reason = why_not(module)
     if reason:
         raise UserError(f"The graph engine cannot train this model: {reason}. Use engine = auto.")
+    descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     try:
         net = compile_net(module.to(dtype) if dtype != torch.float32 else module, data[:3].to(dtype), targets[:3], plan.loss)
