@@ -120,7 +120,7 @@ def few_products(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
 def together(x: Tensor, matrices: Tensor) -> Tensor:
     """The same with one product per client, where nothing is clipped and only speed counts."""
     k, b, t, i = x.shape
-    if b * t == 1 or compiled(x.device, x.dtype) is not None:
+    if b * t == 1 or (min(matrices.shape[1:]) > _FEW and compiled(x.device, x.dtype) is not None):
         return products(x, matrices)
     return torch.bmm(x.view(k, b * t, i), matrices).view(k, b, t, -1)
 
