@@ -24,8 +24,10 @@ import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 PYTHON
 cat > "$work/package/conftest_sanitized.py" <<'PYTHON'
-from fedveil import _leak, _native
-assert all("/package/fedveil/" in module.__file__ for module in (_leak, _native))
+from fedveil.attacks.leakage import kernels
+from fedveil.protect import noise
+for module in (kernels._leak, noise._native):  # used by the package, and these very builds: tests are not skipped for want of them
+    assert module is not None and "/package/fedveil/" in module.__file__
 PYTHON
 compiler=${CXX:-c++}
 cd "$root"

@@ -36,7 +36,7 @@ from fedveil.models.layout import flatten
 from fedveil.privacy import checks
 from fedveil.protect.catalogue import catalogue, get
 from fedveil.protect.recipe import Recipe, with_changes
-from fedveil.training import losses
+from fedveil.training import loss_names
 from fedveil.training.evaluate import evaluate, outputs
 from fedveil.training.metrics import Metric
 
@@ -452,7 +452,7 @@ def make_private(
 def _dotted(settings: Mapping[str, object]) -> Document:
     """Keywords as keys: clip_bound is clip.bound; a loss that is a function by its name."""
     return {
-        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: losses.named(value) if key == "loss" else value
+        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: loss_names.named(value) if key == "loss" else value
         for key, value in settings.items()
     }
 

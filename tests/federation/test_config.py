@@ -1,5 +1,8 @@
 """Configurations are typed, complete and forgiving in their error messages."""
 
+import subprocess
+import sys
+
 import pytest
 
 from fedveil.errors import UserError
@@ -76,3 +79,11 @@ def test_a_written_configuration_reads_back_equal():
 @pytest.mark.parametrize("name", list(shipped()))
 def test_every_shipped_configuration_loads(name):
     assert load_config(name).built_recipe()
+
+
+def test_reading_a_configuration_loads_no_torch():
+    """Commands that only read or plan answer at once."""
+    code = "from fedveil.federation.config import load_config; load_config('cancer-headline-b')"
+    code += "; import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

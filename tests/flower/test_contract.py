@@ -228,6 +228,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model_options": {"hidden": [1_000_000]}}, {}, "model"),
     ({"model": "os:getcwd"}, {"model": "os:getcwd"}, "model"),
     ({"features": "scattering"}, {}, "features"),
+    ({"loss": "os:getcwd"}, {}, "the loss os:getcwd is a function of the server's choice"),
+    ({"loss": "hubris"}, {}, "loss = 'hubris' is not known"),
+    ({"loss": "huber"}, {}, "this dataset has classes"),
     ({}, {"round": 10}, "round 10"),
     ({}, {"ticket": -1}, "ticket"),
     ({}, {"surprise": 1}, "unknown key"),
@@ -253,6 +256,10 @@ def test_what_was_not_agreed_is_refused_uncharged_explained_and_without_opening_
     assert said_back["status"] == "refused" and not arrays
     assert re.search(said, said_back["reason"]), said_back["reason"]
     assert charged(owner) == 0
+
+
+def test_a_built_in_loss_needs_no_word_of_the_owner(tmp_path: Path) -> None:
+    assert ask(an_owner(tmp_path), a_config(loss="label-smoothing:share=0.2"))[0]["status"] == "ok"
 
 
 def test_an_admitted_round_is_charged_with_time_run_and_submitter(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
+from fedveil.training import loss_names
 from fedveil.training.augment import parse as parse_augment
 from fedveil.training.optimisers import parse as parse_optimiser
 
@@ -390,6 +391,8 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    if config.loss != "auto" and not loss_names.own(config.loss):
+        loss_names.parse(config.loss)
     if parse_augment(config.augment, config.augment_copies).active and config.features:
         raise UserError("augment moves images, and features are computed once for each: use one of the two")
     if config.secure_sum:

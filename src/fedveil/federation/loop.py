@@ -57,7 +57,7 @@ from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
 from fedveil.protect.tally import paid_release
-from fedveil.training import losses, metrics, pool
+from fedveil.training import loss_names, losses, metrics, pool
 from fedveil.training.augment import check as check_augment
 from fedveil.training.augment import parse as parse_augment
 from fedveil.training.contract import LocalPlan, LocalResult
@@ -142,7 +142,7 @@ def _prepared(
     task = _task(config, recipe, dataset, dealt, module, root)
     metrics.check(config.metrics, task.measured == "squared")
     check_augment(task.augment, dataset.shape)
-    if losses.own(task.loss):
+    if loss_names.own(task.loss):
         losses.check_own(task.loss, dataset.classes or 1, dataset.classes)
     if config.client_epsilons or config.calibrate:
         from fedveil.federation.harmonize import harmonize
@@ -587,7 +587,7 @@ def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
             "covered by its promise; start a new run with the rounds you want, or with target_epsilon as their limit"
         )
     made_with = store.read_json(folder / "run.json").get("identity")
-    if losses.own(config.loss) and not changed and made_with != config_hash(config):
+    if loss_names.own(config.loss) and not changed and made_with != config_hash(config):
         raise UserError(f"--resume: the files of the loss '{config.loss}' are not those of the run in {folder}; start a new run")
     if changed and not (longer and config.learning_rate_end is None and not config.average):
         raise UserError(f"--resume: {', '.join(changed)} differ from the run in {folder}; start a new run instead")
@@ -714,8 +714,8 @@ def config_hash(config: RunConfig) -> str:
     values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k != "table" or v)}
     if named_code(config.recipe) or config.recipe.startswith(GIVEN):
         values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
-    if losses.own(config.loss):
-        values["loss"] = f"{config.loss} {losses.digest(config.loss)}"
+    if loss_names.own(config.loss):
+        values["loss"] = f"{config.loss} {loss_names.digest(config.loss)}"
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -724,7 +724,7 @@ def check_recipe(run: store.Run) -> None:
     recipe = run.config.recipe
     own = named_code(recipe) or recipe.startswith(GIVEN)
     told = f"the recipe '{recipe.removeprefix(GIVEN)}'" if own else f"the loss '{run.config.loss}'"
-    if (own or losses.own(run.config.loss)) and config_hash(run.config) != run.facts.get("identity"):
+    if (own or loss_names.own(run.config.loss)) and config_hash(run.config) != run.facts.get("identity"):
         raise UserError(
             f"{run.path}: {told} is not the one that this run was made with: its "
             "values, the files of its package, or this version of fedveil are others. The run's ledger speaks of the old one"

@@ -14,13 +14,13 @@ from fedveil.models.layout import flatten
 from fedveil.models.statistics import Statistics
 from fedveil.protect.aggregate import Mean
 from fedveil.protect.place import InSum
-from fedveil.training import losses
+from fedveil.training import loss_names
 
 
 def loss_of(config: RunConfig, module: nn.Module, dataset: Dataset) -> str:
     """The run's loss; least squares from sums has its own and needs one plain step."""
     if not isinstance(module, Statistics):
-        return losses.chosen(config.loss, dataset.task == "regression")
+        return loss_names.chosen(config.loss, dataset.task == "regression")
     recipe = config.built_recipe()
     if config.loss != "auto":
         raise UserError(f"model = adassp solves least squares: leave loss = {config.loss} out")
@@ -33,7 +33,7 @@ def loss_of(config: RunConfig, module: nn.Module, dataset: Dataset) -> str:
         )
     if recipe.clip.rule.rescales or type(recipe.aggregate) is not Mean or config.server_momentum:
         raise UserError("model = adassp needs the plain mean of the clients' sums: aggregate = mean, and no rescaling clip rule")
-    return losses.STATISTICS
+    return loss_names.STATISTICS
 
 
 def tell(task: Task) -> None:

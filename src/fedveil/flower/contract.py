@@ -289,7 +289,7 @@ def _admit(contract: Contract, request: Request, now: float) -> Admitted:
     _model(contract, request)
     _data(contract, request)
     _features(contract, config.features)
-    _loss(config.loss)
+    _loss(request)
     if config.secure_sum:
         decide_sum(contract.sum, config)
     return Admitted(recipe, submitter)
@@ -330,11 +330,19 @@ def _features(contract: Contract, wanted: str | None) -> None:
     raise Refused(f"contract: features {limits.plain(wanted, 100)} are not allowed here ({listed} are)")
 
 
-def _loss(wanted: str) -> None:
+def _loss(request: Request) -> None:
     """Built-in losses only: no promise depends on them, but code of the server's choice does not run here."""
+    from fedveil.training.loss_names import chosen
+
+    wanted = request.config.loss
     if is_function(wanted):
         raise Refused(f"contract: the loss {limits.plain(wanted, 100)} is a function of the server's choice that would be "
                       "imported here; nodes train with built-in losses (docs/models.md)")  # fmt: skip
+    if request.shape is not None:
+        try:
+            chosen(wanted, request.classes is None)
+        except UserError as wrong:
+            raise Refused(f"the run's configuration: {limits.plain(wrong)}") from None
 
 
 def _submitter(contract: Contract, request: Request) -> str:

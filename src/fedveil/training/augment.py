@@ -15,13 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedveil.errors import UserError
 from fedveil.keys import generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def check(augment: Augment, shape: Sequence[int]) -> None:
 def copies_of(augment: Augment, images: Tensor, keys: Sequence[bytes], step: int, first: int) -> Tensor:
     """Images [clients * rows, C, H, W], client after client, rows at places first, first + 1, … of their batches: the copies
     [clients * rows * copies, C, H, W] of each, one after the other."""
+    import torch  # configurations are read without it
+
     rows = len(images) // max(len(keys), 1)
     draws = np.concatenate([_drawn(augment, key, step, first + at) for key in keys for at in range(rows)])
     flips, down, right = (torch.as_tensor(column, device=images.device) for column in draws.T)

@@ -18,8 +18,8 @@ from fedveil.models import compile
 from fedveil.models.layout import Layout, layout_of
 from fedveil.protect import exact, noise
 from fedveil.protect.law import Staircase, kernel_of
-from fedveil.training import losses
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
+from fedveil.training.loss_names import PLAIN
 
 _KINDS = (
     "linear", "conv", "relu", "tanh", "sigmoid", "maxpool", "avgpool", "flatten", "groupnorm", "silu", "hardswish", "add",
@@ -55,7 +55,7 @@ def _why_not(plan: LocalPlan) -> str | None:
         return "Staircase noise on a grid needs sensitivity = bound"
     if isinstance(plan.law, Staircase) and plan.law.width != 1:
         return "Staircase noise with a step width of its own is drawn by the torch engines"
-    if plan.loss not in losses.PLAIN:
+    if plan.loss not in PLAIN:
         return f"it has cross-entropy and squared error, not loss = {plan.loss}"
     if plan.augment.active:
         return "it has no augmentation"

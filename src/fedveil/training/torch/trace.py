@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedveil.models.layout import layout_of
 from fedveil.training import dropout
 from fedveil.training import losses as losses_of
+from fedveil.training.loss_names import PLAIN
 from fedveil.training.torch import batched
 
 _TOLERANCE = 2e-4  # of the trial, relative to the largest gradient; float32 rounding is about 1e-6
@@ -195,7 +196,7 @@ def _joint(
 
 def _loss_and_gradient(out: Tensor, y: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """As `losses.of_batch` of one example, without changes in place."""
-    if kind not in losses_of.PLAIN:
+    if kind not in PLAIN:
         leaf = out.requires_grad_()
         value = losses_of.of_one(kind)(leaf, y)
         return value.detach().reshape(1), torch.autograd.grad(value, leaf)[0]
