@@ -91,6 +91,7 @@ def test_three_sites_train_as_printed_and_each_charges_its_own_ledger(host: Host
     for line in server:
         host.do(line)
     (connection,) = re.findall(r"^```toml\n(.*?)^```", PARTS[2], re.S | re.M)
+    (host.folder / "flwr").mkdir(exist_ok=True)
     (host.folder / "flwr/config.toml").write_text(host.moved(connection), "utf-8")
     for site in SITES:
         for line in joining:
