@@ -62,7 +62,13 @@ def test_a_terminal_that_knows_ascii_only_is_no_reason_to_fail(call, monkeypatch
     code, _, said = call("recipes")
     assert code == 0, said
     narrow.flush()
-    assert b"linear 6" in narrow.buffer.getvalue()
+    assert b"linear 6->2" in narrow.buffer.getvalue() and b"?" not in narrow.buffer.getvalue()
+
+
+def test_a_terminal_that_knows_ascii_only_spells_a_promise_out(monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print("sound ε ≤ 8 – √2 σ, 🙂", file=cli._patient(narrow), flush=True)
+    assert narrow.buffer.getvalue() == b"sound epsilon <= 8 - sqrt 2 sigma, ?\n"
 
 
 def test_without_a_terminal_rounds_are_told_in_lines(call, tmp_path):

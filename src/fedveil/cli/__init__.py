@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import os
@@ -65,11 +66,26 @@ class _Pipe(io.FileIO):
             return len(memoryview(data).cast("B"))
 
 
+SPELT = {
+    "ε": "epsilon", "δ": "delta", "σ": "sigma", "α": "alpha", "μ": "mu", "≤": "<=", "≥": ">=", "≈": "~", "→": "->", "±": "+-",
+    "·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "√": "sqrt ", "²": "^2", "ℓ": "l", "₁": "1", "₂": "2", "’": "'",
+    "✓": "ok", "✕": "no", "─": "-", "│": "|", "“": '"', "”": '"',
+}  # fmt: skip
+
+
+def _spelt(wrong: UnicodeError) -> tuple[str, int]:
+    """What a terminal of few letters shows for the others: ε <= 2 as epsilon <= 2, and ? for what has no spelling."""
+    if not isinstance(wrong, UnicodeEncodeError):
+        raise wrong
+    return "".join(SPELT.get(letter, "?") for letter in wrong.object[wrong.start : wrong.end]), wrong.end
+
+
 def _patient(stream: TextIO) -> TextIO:
-    """The stream, which shows ? for letters that its terminal does not know and outlives its reader."""
+    """The stream, which spells out what its terminal cannot show and outlives its reader."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
-    stream.reconfigure(errors="replace")
+    codecs.register_error("spelt", _spelt)
+    stream.reconfigure(errors="spelt")
     try:
         number = stream.fileno()
     except io.UnsupportedOperation:  # kept in memory by whoever calls this from Python
@@ -78,7 +94,7 @@ def _patient(stream: TextIO) -> TextIO:
         return stream
     stream.flush()
     raw = io.BufferedWriter(_Pipe(number, "w", closefd=False))
-    return io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=stream.line_buffering)
+    return io.TextIOWrapper(raw, stream.encoding, "spelt", line_buffering=stream.line_buffering)
 
 
 def main() -> None:

@@ -262,6 +262,10 @@ def _show_gradients(rows: list[Document]) -> None:
         _show_tap([row for row in rows if row["tap"] == tap])
 
 
+def _ssim(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _labels_read(row: Document) -> str:
     """Labels read, and in parentheses what the same guesses read of other victims."""
     others = row.get("label_control")
@@ -272,12 +276,11 @@ def _show_tap(rows: list[Document]) -> None:
     from fedveil.attacks.verdicts import things_of
 
     first = rows[0]
-    columns = ["recipe", "round", "success", "papers'", "labels (others')", "RMSE", "SSIM", "steps", "CPU s"]
+    columns = ["recipe", "round", "rebuilt", "papers'", "labels", "RMSE", "SSIM"]
     body = [
         [
             row["recipe"], str(row["round"]), figure(row["success_rate"], 3), figure(row["success_rate_papers"], 3),
-            _labels_read(row), figure(row["rmse"], 3), figure(row["ssim"], 3),
-            figure(row["iterations"], 3), figure(row["cpu_seconds_per_victim"], 2),
+            _labels_read(row), figure(row["rmse"], 3), _ssim(row["ssim"]),
         ]
         for row in rows
     ]  # fmt: skip
@@ -287,11 +290,12 @@ def _show_tap(rows: list[Document]) -> None:
         called = "blank" if name == "black" and thing == "record" else name
         body.append([
             f"({called} {thing})", "", figure(control["success_rate"], 3), figure(control["success_rate_papers"], 3), "",
-            figure(control["rmse"], 3), figure(control["ssim"], 3), "", "",
+            figure(control["rmse"], 3), _ssim(control["ssim"]),
         ])  # fmt: skip
     alike = "MSE < 0.01 and SSIM > 0.8 on pixels" if thing == "image" else "MSE < 0.01 on values"
     notes = [
-        f"success: {alike} in {tuple(first['pixel_range'])}; papers': MSE < 0.70.",
+        f"rebuilt: share of {thing}s with {alike} in {tuple(first['pixel_range'])}; papers': with MSE < 0.70.",
+        "labels: share that was read, in parentheses by the same guesses for other victims.",
         f"{thing}s kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
     ]
     for row in rows:
@@ -400,7 +404,8 @@ def show_audit(found: Document) -> None:
     print(f"Seat: {seat} ({observer}), about one {found['unit']}.")
     print(f"Promised there: epsilon {promised} at delta {found['delta']:g} ({found['status']}).")
     print(f"Shown by {found['canaries']} canaries: epsilon at least {lower}; they could show {figure(found['ceiling'])} at most.")
-    print(found["reason"] + ".")
+    if not found["reason"].startswith("lower bound"):  # the figures above, again
+        print(found["reason"] + ".")
     if found["verdict"] == "not enough evidence" and found["epsilon_promised"] is not None:
         print("Next: fedveil audit RUN --plan says how many canaries it takes; then fedveil audit RUN --canaries N.")
     bits = found.get("low_bits")

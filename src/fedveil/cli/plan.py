@@ -63,6 +63,7 @@ def plan(
     fedveil plan --epsilon 1 --clients 100 --dataset mnist --observer sum --out mine.toml
     """
     from fedveil.federation import planner
+    from fedveil.federation.forecast import expect
     from fedveil.privacy import checks
 
     checks.positive("--epsilon", epsilon)
@@ -77,11 +78,12 @@ def plan(
             out.write_text(planner.as_toml(found, shape, dataset), "utf-8")
         except OSError as wrong:
             raise UserError(f"--out {out}: cannot be written: {wrong.strerror}.") from None
-    data = {**found.to_json(), "config": planner.config_of(found, shape, dataset)}
-    emit(data, as_json, lambda: _show(found, out))
+    expected = expect(found.noise_to_signal, 1 if shape.task == "regression" else shape.classes)
+    data = {**found.to_json(), "config": planner.config_of(found, shape, dataset), "forecast": expected}
+    emit(data, as_json, lambda: _show(found, out, expected))
 
 
-def _show(found: Plan, out: Path | None) -> None:
+def _show(found: Plan, out: Path | None, expected: str) -> None:
     papers = found.papers
     sampled = f"{papers.batch} of {found.examples_per_client:,}"
     rows = [
@@ -104,6 +106,8 @@ def _show(found: Plan, out: Path | None) -> None:
         f"{found.examples:,} examples; the server {who}"
     )
     notes = [("-", reason) for reason in found.why]
+    if expected:
+        notes.append(("!", f"{expected}; what helps: --observer sum, a larger epsilon, more examples, fewer classes"))
     if out is not None:
         notes.append(("", f"Written to {out}: fedveil run {out}"))
     print_table(title, ("", "proposed", "as in the papers"), rows, notes=notes)

@@ -307,6 +307,7 @@ def configs(as_json: JsonOption = False) -> None:
     first = sorted((row for row in rows if "start" in row["name"]), key=lambda row: row["name"])
     ordered = [*first, *(row for row in rows if row not in first)]
     print_table("Shipped configurations", ["name", "what it is"], [[row["name"], row["summary"]] for row in ordered])
+    print("Digits and cancer need no files; `fedveil data list` says which other datasets are at hand, and how to get them.")
 
 
 def compare(
@@ -337,3 +338,5 @@ def compare(
     from rich.console import Console
 
     Console().print(table_of(rows))
+    if len({(row["dataset"], row["metric"]) for row in rows}) > 1:
+        print("These runs use different data or measures: their results cannot be ranked against each other.")

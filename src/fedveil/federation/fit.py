@@ -265,10 +265,11 @@ def _plan_lines(proposal: planner.Plan, shape: planner.Shape, front: str, sizes:
     small = ""
     if alone and sizes and min(sizes) * 3 < max(sizes):
         small = f"; sites count alike, so the noise of the smallest ({min(sizes)} rows) weighs most: --observer sum avoids that"
+    why = proposal.why[4].partition(": ")[2]
     return [
         ("recipe", f"{proposal.recipe}, {proposal.mechanism} noise, full batches: {seen}{small}"),
         ("model", f"{proposal.model} on {features.partition(',')[0]}: the fewer weights, the less noise in total"),
-        ("rounds", f"{proposal.rounds}, clip {proposal.clip:g}, learning rate {proposal.learning_rate:g}: {proposal.why[4]}"),
+        ("rounds", f"{proposal.rounds}, clip {proposal.clip:g}, learning rate {proposal.learning_rate:g}: {why}"),
     ]
 
 
