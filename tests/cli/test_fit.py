@@ -1,6 +1,7 @@
 """`fedveil fit` and `fedveil data check`: one JSON document, plain words, a file that both commands take."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 import fedveil as fv
 from fedveil.cli import build
+from fedveil.federation import loop
 
 
 def run(*words):
@@ -83,3 +85,33 @@ def test_a_configuration_that_learns_from_an_identifier_is_run_with_a_word_about
              "--set", "partition=iid", "--set", "rounds=1", "--set", "local_steps=1")  # fmt: skip
     said = run(*words, "--out", str(tmp_path / "run"))
     assert "check: column 'user_id' looks like an identifier by its name" in said.stderr
+
+
+def test_fit_leaves_a_report_that_says_how_to_make_it_again(patients, tmp_path):
+    words = ("fit", str(patients), "--target", "outcome", "--group", "site", "--ranges", "age=0:110", "--epsilon", "4", "--set",
+             "rounds=20", "--classes", "alive,died")  # fmt: skip
+    said = run(*words, "--out", str(tmp_path / "a")).stdout
+    assert "report.html" in said and (tmp_path / "a" / "report.html").stat().st_size > 10_000
+    command = json.loads((tmp_path / "a" / "run.json").read_text())["command"]
+    again = run(*shlex.split(command)[1:], "--out", str(tmp_path / "b"), "--json")
+    assert json.loads(again.stdout)["test_accuracy"] == json.loads((tmp_path / "a" / "result.json").read_text())["test_accuracy"]
+
+
+def test_an_interrupted_fit_says_how_to_go_on_and_does(patients, tmp_path, monkeypatch):
+    real, played = loop.record_round, []
+
+    def interrupted(*args):
+        played.append(real(*args))
+        if len(played) == 12:
+            raise KeyboardInterrupt
+        return played[-1]
+
+    monkeypatch.setattr(loop, "record_round", interrupted)
+    out = run("fit", str(patients), "--target", "outcome", "--group", "site", "--epsilon", "4", "--out", str(tmp_path / "a"))
+    assert out.exit_code == 130 and "Go on with" in out.stderr
+    monkeypatch.setattr(loop, "record_round", real)
+    again = run(*shlex.split(out.stderr.strip().splitlines()[-1])[1:], "--json")
+    facts = json.loads(again.stdout)
+    assert facts["rounds"] == 20 and facts["learned"] is True
+    (row,) = [r for r in facts["ledger"] if (r["observer"], r["unit"]) == ("server", "example")]
+    assert row["verdict"] == "sound" and row["epsilon"] <= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def fit(
 
     fedveil fit patients.toml --epsilon 1 --control
     """
-    from fedveil.cli.run import tell, with_progress
+    from fedveil.cli.run import stopped_at, tell, with_progress
     from fedveil.federation.config import pair_of
     from fedveil.federation.fit import carry_out, choose
 
@@ -93,13 +94,36 @@ def fit(
     folder = out or Path("runs") / f"{_short(values.get('dataset', source))}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not as_json:
         _show_lines(chosen.lines)
-    command = f"fedveil fit {source}"
-    facts = with_progress(
-        chosen.config,
-        lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook, on_start=tell),
-        as_json,
-    )
+    command = _command(source, epsilon, target, text, observer, clients, seed, table, change)
+    try:
+        facts = with_progress(
+            chosen.config,
+            lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook, on_start=tell),
+            as_json,
+        )
+    except KeyboardInterrupt:
+        print(stopped_at(folder, chosen.config.recipe), file=sys.stderr)
+        raise typer.Exit(130) from None
+    if chosen.config.report:
+        from fedveil.report.page import write_report
+
+        write_report([folder], folder / "report.html")
     emit(facts, as_json, lambda: _show(facts))
+
+
+def _command(
+    source: str, epsilon: float, target: str | None, text: str | None, observer: str | None, clients: int | None, seed: int,
+    table: JsonObject, change: Sequence[str],
+) -> str:  # fmt: skip
+    """The command that makes this run again; declared columns as `[table]` has them."""
+    lists = {key: ",".join(map(str, value)) for key, value in table.items() if isinstance(value, list | tuple)}
+    plain = {key: value for key, value in table.items() if isinstance(value, str | int | float)}
+    given = {"target": target, "text": text, "epsilon": f"{epsilon:g}", "observer": observer, "clients": clients}
+    given |= {"seed": seed or None}
+    words = [f"--{key} {value}" for key, value in (given | plain | lists).items() if value not in (None, "")]
+    for key, pairs in ((k, v) for k, v in table.items() if isinstance(v, dict)):
+        words += [f"--{key} '{c}={':'.join(map(str, v)) if key == 'ranges' else '|'.join(v)}'" for c, v in pairs.items()]
+    return " ".join(["fedveil fit", source, *words, *(f"--set {one}" for one in change)])
 
 
 def _short(source: object) -> str:
@@ -195,5 +219,6 @@ def _show(facts: Document) -> None:
     if facts["simulated"]:
         print(f"{'noise':<9}seeded, for a simulation: promises hold when deployed with secret noise (--set secure_noise=true)")
     constants = ", table.json (constants of the columns)" if (Path(facts["run"]) / "table.json").exists() else ""
-    print(f"{'kept':<9}{facts['run']}: model.safetensors{constants}, ledger (explained by `fedveil ledger {facts['run']}`)")
+    page = "report.html, " if (Path(facts["run"]) / "report.html").exists() else ""
+    print(f"{'kept':<9}{facts['run']}: {page}model.safetensors{constants}, ledger (explained by `fedveil ledger {facts['run']}`)")
     print(facts["verdict"])
