@@ -15,7 +15,7 @@ STEPS, BATCH, BOUND, SIGMA = 20, 600, 4.0, 6.0
 
 @pytest.mark.parametrize(("reading", "least", "most"), [("l2-max", 1.0, 1.0), ("l2-max-mean", 0.0, 0.25)])
 def test_one_of_600_examples_always_exceeds_the_bound_and_their_mean_is_far_below_it(reading, least, most):
-    """With the largest norm of single examples S = C in every step, so that it is DP-baseline; the mean's norm shrinks the noise."""
+    """By single examples S = C in every step, so that it is DP-baseline; the mean's norm shrinks the noise."""
     if not available("mnist"):
         pytest.skip("mnist is not in FEDVEIL_DATA")
     data, module = load("mnist", limit=6000), nets.build("papers-cnn", (1, 28, 28), 10, 0)
