@@ -7,8 +7,8 @@ mechanism cut into equal parts, so rounds cost nothing by themselves and s alone
 
 How far (`travel`), how many directions (`components`) and the step size follow a `Rule`, fitted once on public data over
 s = 170 … 100,000: on UCI digits redrawn at 28 x 28 and on Fashion-MNIST. Fashion-MNIST itself is planned by a second
-rule, which redrawn digits alone gave, so that no dataset is planned by its own rows. The clip bound of tables was chosen
-on drawn ones.
+rule, which redrawn digits alone gave, so that no dataset is planned by its own rows. The clip bound of tables, and the
+rule of the small one that is planned here by name, were chosen on drawn ones.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Rule:
 
 RULE = Rule(4, 0.8, 25, 0.5, 3e-4)  # fitted on redrawn digits and Fashion-MNIST
 DIGITS_RULE = Rule(1.7, 0.95, 280, 0.145, 1e-3)  # fitted on redrawn digits alone
+SMALL_RULE = Rule(4.85, 1.0, 0, 0, 0)  # fitted on drawn tables of three columns and 426 rows (bench/drawn_tables.py)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Shape:
     front: str = ""  # features of a table, if not the usual ones
     source: str = ""  # the dataset to load, if not the one named
     rule: Rule = RULE
+    rounds: int = 20  # at least
+    average: float = AVERAGE
     papers_weights: int = 34_720
     papers_layers: int = 3
     papers_batch: int = 5
@@ -85,8 +88,8 @@ KNOWN: dict[str, Shape] = {
     # on logarithmic scales between the extremes that it prints. Every further column would cost noise.
     "cancer": Shape(
         "table", 426, 3, 2,
-        "unit:columns=1+23+24,low=9.71+185.2+0.071,high=39.28+4254+0.223,scale=log,constant=0.5,length=1",
-        source="cancer_raw", papers_weights=4_130, papers_batch=4, papers_rounds=3,
+        "unit:columns=1+23+24,low=9.71+185.2+0.071,high=39.28+4254+0.223,scale=log,constant=0.25,length=1",
+        rule=SMALL_RULE, rounds=60, average=0.5, source="cancer_raw", papers_weights=4_130, papers_batch=4, papers_rounds=3,
     ),
 }  # fmt: skip
 
@@ -241,7 +244,7 @@ def plan(
         local_steps=1,
         rounds=rounds,
         learning_rate=rate,
-        average=AVERAGE,
+        average=shape.average,
         features=front,
         model="linear" if shape.task == "regression" else "logistic",
         weights=weights,
@@ -260,7 +263,7 @@ def _steps(shape: Shape, strength: float) -> tuple[int, float, float]:
         least, most = REGRESSION_ROUNDS
         return int(min(max(strength / 6, least), most)), REGRESSION_CLIP, REGRESSION_STEP
     travel = shape.rule.factor * strength**shape.rule.power
-    rounds, clip = min(max(math.ceil(travel / STEP), 20), 200), CLIP[shape.kind]
+    rounds, clip = min(max(math.ceil(travel / STEP), shape.rounds), 200), CLIP[shape.kind]
     return rounds, clip, _round(travel / rounds / clip)
 
 
@@ -311,7 +314,7 @@ def _reasons(
         if shape.task == "regression"
         else f"clip {clip:g}: on features of length 1 nearly every gradient is cut to the same length; noise shrinks with "
         "the bound, the learning rate grows with its inverse",
-        f"the models of the last {AVERAGE:.0%} of the rounds are averaged: free, they are noised already",
+        f"the models of the last {shape.average:.0%} of the rounds are averaged: free, they are noised already",
         front,
     )
 
