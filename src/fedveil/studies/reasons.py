@@ -68,8 +68,8 @@ REASONS: dict[str, str] = {
     "ldp-model": "model and local epochs are not fully given: two-convolution CNN, E = 5 local epochs of batches of 10",
     "harmonizer": "noise calibrated so that the server's sound epsilon is as stated; the published code has no "
     "accountant and its Staircase sampler is not what the text says",
-    "staircase-vector": "per-coordinate Staircase needs far more noise in thousands of dimensions than the scalar "
-    "formula of the paper; the joint Staircase is used",
+    "staircase-vector": "per-coordinate Staircase noise in steps of C / sqrt(d), which costs what Gaussian noise of 1 / sqrt(2) "
+    "of its deviation does; the paper's scalar formula says nothing about vectors",
     "resnet-gn": "ResNet-18 with GroupNorm (BatchNorm has no per-example gradient)",
     "planned-own": "a linear head on fixed features of our own (scattering), as the planner chooses; the paper trains ResNet-18",
     "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), as the planner chooses: "
