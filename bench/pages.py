@@ -7,6 +7,7 @@ the attacks kept in OUT/cells.jsonl.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -98,7 +99,20 @@ def _agreement(text: str) -> str:
         return f"statement only, {values[1]}"
     found = re.search(r"^(\d+ of \d+) compared .*?(?:; (\d+) of \d+ have no number of ours)?\.$", text, re.M)
     assert found is not None
-    return f"{found[1]} agree" + (f"; {found[2]} without a number" if found[2] else "")
+    near, without = _near(text), f"; {found[2]} without a number" if found[2] else ""
+    return f"{found[1]} agree" + (f"; {near} within 0.01" if near else "") + without
+
+
+def _near(text: str) -> int:
+    """How many numbers of a table of accuracies (nothing printed above 1) are within 0.01 of the print; 0 for other tables."""
+    pairs = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        with contextlib.suppress(ValueError, IndexError):
+            pairs.append((float(fields[3]), float(fields[4])))
+    if "ccuracy" not in text.split("\n", 1)[0] or any(paper > 1 for paper, _ in pairs):
+        return 0
+    return sum(abs(paper - ours) <= 0.0105 for paper, ours in pairs)
 
 
 def resilience(out: Path) -> None:
