@@ -88,6 +88,39 @@ def nonsense() -> list[bytes]:
     return out
 
 
+def test_a_trainer_that_begins_changes_nothing_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A umask is the whole process's: two threads that changed it and put it back in turn left 0117 behind, and from then on
+    nothing that this process made could be opened (a Chromium that it starts dies of a trap)."""
+    path = tmp_path / "t.sock"
+    before, seen = os.umask(0o022), []
+
+    class Watched(socket.socket):
+        def bind(self, address: Any) -> None:
+            seen.append(os.umask(0o022))
+            super().bind(address)
+
+    monkeypatch.setattr(trainer.socket, "socket", Watched)
+    try:
+        trainer._listen(str(path)).close()
+    finally:
+        after = os.umask(before)
+    assert seen == [0o022] and after == 0o022 and path.stat().st_mode & 0o777 == 0o660
+
+
+def test_nobody_is_let_in_before_the_rights_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, tried = str(tmp_path / "t.sock"), os.chmod, []
+
+    def chmod(*given: Any) -> None:
+        with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
+            early.connect(path)
+        tried.append(real(*given))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    trainer._listen(path).close()
+    assert len(tried) == 1
+
+
+
 def test_no_garbage_ends_the_trainer(listening: str) -> None:
     for data in nonsense():
         call(listening, data)

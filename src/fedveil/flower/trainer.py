@@ -117,22 +117,24 @@ def _answer(
 
 
 def _listen(path: str) -> socket.socket:
-    """A socket that only this user and its group may use."""
+    """A socket that only this user and its group may use.
+
+    Rights are set before anybody can be let in: nobody connects to a socket that does not listen yet. (A umask would do it,
+    too, but it is the whole process's: two threads that begin at once can leave it changed for ever.)
+    """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise UserError(f"{path} exists and is no socket; choose another path for the trainer")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o117)
     try:
         listener.bind(path)
+        os.chmod(path, 0o660)
     except OSError as wrong:
         listener.close()
         raise UserError(
             f"cannot listen on {path}: {wrong.strerror or wrong}; socket paths are at most 107 characters long"
         ) from None
-    finally:
-        os.umask(before)
     listener.listen(64)
     return listener
 
