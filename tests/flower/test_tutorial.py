@@ -97,9 +97,10 @@ def test_three_sites_train_as_printed_and_each_charges_its_own_ledger(host: Host
         for line in joining:
             host.do(line, site)
     for line in training:
-        host.do(line)
+        for site in SITES if "/etc/" in line else SITES[:1]:
+            host.do(line, site)
     result = json.loads((host.folder / "study/run/result.json").read_text())
     assert result["learned"] is True and result["rounds"] == 20 and not result["simulated"]
     assert any((r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound") for r in result["ledger"])
     for site in SITES:
-        assert Ledger.read(host.folder / f"home-{site}/ledger.jsonl").rounds == 20
+        assert Ledger.read(host.folder / f"home-{site}/books/ledger.jsonl").rounds == 20
