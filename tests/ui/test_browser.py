@@ -38,8 +38,9 @@ pytestmark = [
 
 
 def launch(play: Playwright) -> Browser:
-    """Chromium, started again up to twice: now and then it dies of a trap of its own while it starts, before any page of ours.
-    A Chromium that does not start is none, as on machines without one."""
+    """Chromium, started again up to twice. It dies of a trap where the process that starts it has a umask without the owner's
+    rights, as threads of ours once left behind; tests/conftest.py holds the umask. A Chromium that does not start is none, as on
+    machines without one."""
     for _ in range(3):
         try:
             return play.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
