@@ -108,16 +108,19 @@ def test_a_trainer_that_begins_changes_nothing_of_the_process(tmp_path: Path, mo
 
 
 def test_nobody_is_let_in_before_the_rights_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is not there yet, and behind the one it is made under nobody listens."""
     path, real, tried = str(tmp_path / "t.sock"), os.chmod, []
 
-    def chmod(*given: Any) -> None:
+    def chmod(made: str, mode: int) -> None:
+        assert not os.path.exists(path)
         with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
-            early.connect(path)
-        tried.append(real(*given))
+            early.connect(made)
+        tried.append(real(made, mode))
 
     monkeypatch.setattr(os, "chmod", chmod)
     trainer._listen(path).close()
-    assert len(tried) == 1
+    assert len(tried) == 1 and os.listdir(tmp_path) == ["t.sock"]
+
 
 
 

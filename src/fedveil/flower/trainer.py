@@ -117,25 +117,27 @@ def _answer(
 
 
 def _listen(path: str) -> socket.socket:
-    """A socket that only this user and its group may use.
+    """A socket that only this user and its group may use. It gets its name when it has its rights and listens.
 
-    Rights are set before anybody can be let in: nobody connects to a socket that does not listen yet. (A umask would do it,
-    too, but it is the whole process's: two threads that begin at once can leave it changed for ever.)
+    (A umask would set rights, too, but it is the whole process's: two threads that begin at once can leave it changed for ever.)
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise UserError(f"{path} exists and is no socket; choose another path for the trainer")
-        os.unlink(path)
+    made = f"{path}~"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(path)
-        os.chmod(path, 0o660)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(made)
+        listener.bind(made)
+        os.chmod(made, 0o660)  # nobody can connect before it listens
+        listener.listen(64)
+        os.replace(made, path)
     except OSError as wrong:
         listener.close()
         raise UserError(
-            f"cannot listen on {path}: {wrong.strerror or wrong}; socket paths are at most 107 characters long"
+            f"cannot listen on {path}: {wrong.strerror or wrong}; socket paths are at most 106 characters long"
         ) from None
-    listener.listen(64)
     return listener
 
 
