@@ -5,11 +5,14 @@ Commands that stay (`link`, `node`) are started and left running; those of clini
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,9 +60,20 @@ class Host:
             log = self.folder / f"{words[2]}-{site}.log"
             with log.open("wb") as file:
                 self.left.append(subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=file, stderr=file))
+            if words[2] == "link":
+                self.wait_for_server()
             return
         done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, (line, done.stdout[-1500:], done.stderr[-1500:])
+
+    def wait_for_server(self) -> None:
+        """As a person would, before going on."""
+        end = time.monotonic() + 180
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.5)
+        raise AssertionError((self.folder / f"link-{SITES[0]}.log").read_text())
 
 
 @pytest.fixture
