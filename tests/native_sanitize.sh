@@ -33,8 +33,10 @@ compiler=${CXX:-c++}
 cd "$root"
 # Leaks are those of the interpreter and torch; ours would be allocations in module.cpp, all owned by containers.
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so) $($compiler -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0:log_path="$work/found" \
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:log_path="$work/found" \
   PYTHONPATH="$work/package" OMP_NUM_THREADS=1 \
   "$python" -m pytest -p conftest_sanitized -p no:cacheprovider tests/training/test_native.py tests/training/test_native_graphs.py tests/training/test_products.py tests/training/torch/test_graph.py \
-  tests/protect/test_noise.py tests/protect/test_exact.py tests/secure_sum/test_pieces.py tests/attacks/leakage/test_kernels.py "$@"
+  tests/protect/test_noise.py tests/protect/test_exact.py tests/secure_sum/test_pieces.py tests/attacks/leakage/test_kernels.py "$@" \
+  || { cat "$work"/found* 2>/dev/null; exit 1; }  # pytest keeps what a dying process says to itself
 echo "AddressSanitizer and UndefinedBehaviorSanitizer: clean"
