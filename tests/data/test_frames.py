@@ -41,6 +41,21 @@ def test_dictionaries_and_datasets_with_column_names():
     check(read(Rows()))
 
 
+def test_hugging_face_datasets():
+    datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
+    rows = datasets.Dataset.from_dict({name: list(values) for name, values in COLUMNS.items()})
+    check(read(rows))
+    with pytest.raises(UserError, match=r"parts train, test; give one of them, e.g. dataset\['train'\]"):
+        read(datasets.DatasetDict({"train": rows, "test": rows}))
+
+
+def test_a_dictionary_of_tables_is_no_table():
+    """As a DatasetDict looks: its parts are tables, not columns."""
+    part = type("Part", (), {"column_names": ("a",)})()
+    with pytest.raises(UserError, match="parts train, test; give one of them"):
+        read({"train": part, "test": part})
+
+
 def test_pandas_polars_and_parquet(tmp_path):
     pandas = pytest.importorskip("pandas", reason="needs the extra tables")
     polars = pytest.importorskip("polars", reason="needs the extra tables")

@@ -125,6 +125,8 @@ def _parquet(path: Path) -> object:
 def _columns_of(source: Any) -> dict[str, object] | None:
     """Named columns of a dictionary, a pandas or Polars frame, an Arrow table or a HF dataset; None for others."""
     if isinstance(source, Mapping):
+        if any(hasattr(part, "column_names") or hasattr(part, "columns") for part in source.values()):  # HF's DatasetDict
+            raise _several(source)
         return dict(source)
     names = getattr(source, "column_names", None)  # Arrow, HF datasets
     if names is None:
@@ -132,8 +134,13 @@ def _columns_of(source: Any) -> dict[str, object] | None:
     if names is None or callable(names):
         return None
     if isinstance(names, Mapping):
-        raise UserError(f"fit: this has the parts {', '.join(map(str, names))}; give one of them, e.g. dataset['train'].")
+        raise _several(names)
     return {str(column): source[column] for column in names}
+
+
+def _several(parts: Mapping[object, object]) -> UserError:
+    first = next(iter(parts), "train")
+    return UserError(f"fit: this has the parts {', '.join(map(str, parts))}; give one of them, e.g. dataset['{first}'].")
 
 
 def _cells(values: Any, where: str) -> np.ndarray:
