@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<kind>sh|python)\n(?P<body>.*?)^```", re.S | re.M)
 PAGES: dict[str, tuple[str, ...]] = {  # page -> what its reader has done before
     "README.md": (), "docs/index.md": (), "docs/tutorial-tables.md": (), "docs/tutorial-images.md": (),
-    "docs/tutorial-paper.md": (), "docs/tutorial-text.md": (), "docs/how-to.md": (), "docs/udp-fl.md": (),
+    "docs/tutorial-paper.md": (), "docs/tutorial-text.md": (), "docs/how-to.md": (), "docs/udp-fl.md": (), "docs/models.md": (),
     "docs/attacks.md": ("fedveil run digits-start --out runs/first",),
     "docs/report.md": ("fedveil run cancer-headline-b --out runs/first", "fedveil run cancer-headline-a --out runs/second"),
     "docs/contract.md": (

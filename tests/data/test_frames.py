@@ -42,7 +42,7 @@ def test_dictionaries_and_datasets_with_column_names():
 
 
 def test_hugging_face_datasets():
-    datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
+    datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets", exc_type=ImportError)
     rows = datasets.Dataset.from_dict({name: list(values) for name, values in COLUMNS.items()})
     check(read(rows))
     with pytest.raises(UserError, match=r"parts train, test; give one of them, e.g. dataset\['train'\]"):
