@@ -121,6 +121,20 @@ class Mixer(nn.Module):
         return self.dense(x - x.mean(dim=0))
 
 
+class Remembers(nn.Module):
+    """Subtracts what it saw last, before a head that begins at zero and so hides it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.last = nn.Linear(3, 2), 0.0
+        nn.init.zeros_(self.dense.weight)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, x):
+        before, self.last = self.last, x.detach().mean(0)
+        return self.dense(x - before)
+
+
 class Buffered(nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
@@ -154,6 +168,7 @@ def frozen():
         (nn.Linear(3, 2).double(), "must be float32"),
         (nn.Sequential(nn.ReLU()), "no parameters"),
         (Mixer(), "depends on the rest of its batch"),
+        (Remembers(), "depends on the rest of its batch"),
         (nn.Linear(3, 5), r"\[3, 2\] is needed"),
         (nn.Linear(4, 2), "does not accept a batch"),
     ],
@@ -169,6 +184,10 @@ def test_switched_off_dropout_and_plain_modules_pass():
     check_model(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2).requires_grad_(False)), (3,), 2)
     check_model(Tied(), (3,), 3)
     check_model(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), (3,), None)
+    zeros = nn.Linear(3, 2)
+    nn.init.zeros_(zeros.weight)
+    check_model(zeros, (3,), 2)
+    assert not zeros.weight.any()  # the trial is a copy's
 
 
 def own_module(tmp_path, monkeypatch, name, text):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +19,7 @@ from fedveil.federation.config import load_config, make_config
 from fedveil.federation.loop import check_recipe, config_hash
 from fedveil.federation.store import open_run, refuse_named_code
 from fedveil.training import losses, pool, reference
-from fedveil.training.torch import functional, graph, stacked
+from fedveil.training.torch import functional, graph, stacked, trace
 
 HERE = __name__
 CLASSES = ["label-smoothing:share=0.2", "binary-cross-entropy", f"{HERE}:focal", f"{HERE}:branching"]
@@ -248,3 +250,16 @@ def test_gradient_attacks_say_what_they_match(tmp_path):
     result = fv.run("non-private", data="digits", loss="label-smoothing", rounds=1, local_steps=1, clients=3, out=tmp_path / "r")
     with pytest.raises(UserError, match="cross-entropy"):
         fv.attack(result, kind="gradient")
+
+
+def test_a_function_that_is_defined_anew_under_its_name_is_traced_anew(monkeypatch):
+    """A notebook's next cell: the graph engine keeps programs, but not those of the function before."""
+    module = types.ModuleType("some_cells")
+    monkeypatch.setitem(sys.modules, "some_cells", module)
+    x, y, net = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0]), torch.nn.Linear(4, 2)
+    found = []
+    for factor in (1.0, 3.0):
+        module.of = lambda out, target, times=factor: times * torch.nn.functional.cross_entropy(out, target)
+        program = trace.program(net, x, y, "some_cells:of")
+        found.append(program.gradients([p.detach() for p in net.parameters()], [], [], x, y)[1][0])
+    assert torch.allclose(3 * found[0], found[1])

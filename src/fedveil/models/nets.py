@@ -7,6 +7,7 @@ example on its own, which per-example clipping needs; `check_model` refuses modu
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -342,6 +343,9 @@ def _refusal(layer: nn.Module) -> str:
 def _try_out(module: nn.Module, shape: Shape, outputs: int, name: str) -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.rand(3, *shape, generator=random)
+    module = copy.deepcopy(module)
+    for weight in (p.data for p in module.parameters() if p.requires_grad and not p.any()):  # zeros would hide what goes in
+        weight.add_(0.1 * torch.randn(weight.shape, generator=random).to(weight))
     drops = [layer for layer in module.modules() if isinstance(layer, nn.Dropout | nn.Dropout2d) and layer.training]
     state = {where: buffer.clone() for where, buffer in module.named_buffers()}
     try:

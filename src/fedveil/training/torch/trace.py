@@ -21,6 +21,7 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fedveil.data.functions import import_function
 from fedveil.models.layout import layout_of
 from fedveil.training import dropout
 from fedveil.training import losses as losses_of
@@ -64,7 +65,8 @@ _programs: dict[tuple[object, ...], tuple[Program | str, object]] = {}  # by fin
 
 def program(module: nn.Module, x: Tensor, y: Tensor, loss: str) -> Program:
     """The module's program, tried on the examples x [n, …], y; kept for the next call. Unfit with the reason if there is none."""
-    key = (*_fingerprint(module), tuple(x.shape[1:]), x.dtype, tuple(y.shape[1:]), y.dtype, loss, str(x.device))
+    function = import_function(loss) if losses_of.own(loss) else None  # a notebook may give its name to another one
+    key = (*_fingerprint(module), tuple(x.shape[1:]), x.dtype, tuple(y.shape[1:]), y.dtype, loss, function, str(x.device))
     if key not in _programs:
         while len(_programs) >= _KEPT:
             _programs.pop(next(iter(_programs)))
