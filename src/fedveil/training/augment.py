@@ -6,8 +6,10 @@
 Copy c of the example at a place of a step's batch is drawn from (client's key, step, place): runs repeat, whatever the chunk, the
 workers or the engine.
 
-Formal guarantee: the copies of an example are functions of that example and of keys. Their mean gradient is clipped as one
-gradient is, so one example adds at most the bound, and the noise and the promise are those without augmentation.
+Formal guarantee: the copies of an example are functions of that example and of a draw. Their mean gradient is clipped as one
+gradient is, so one example adds at most the bound, and the noise and the promise are those without augmentation. Without an
+example those after it move up to other places: the draws of places are independent and alike, so whoever does not know the key
+(which draws the noise, too) sees the same distribution as if each kept its own draw.
 """
 
 from __future__ import annotations
