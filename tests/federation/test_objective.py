@@ -71,3 +71,13 @@ def test_what_the_proof_does_not_cover_is_refused_and_nothing_is_written(data, s
     with pytest.raises(UserError, match=said):
         objective_perturbation(data, **{"epsilon": 1.0, "out": tmp_path / "r", **settings})
     assert not (tmp_path / "r").exists()
+
+
+def test_a_solver_that_does_not_settle_is_charged_before_anybody_hears_of_it(tmp_path, monkeypatch):
+    def never(*_):
+        raise UserError("did not settle")
+
+    monkeypatch.setattr("fedveil.federation.objective.minimised", never)
+    with pytest.raises(UserError, match="settle"):
+        objective_perturbation(rows(), epsilon=1.0, out=tmp_path / "run")
+    assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == 2  # header and release

@@ -6,7 +6,6 @@ Central only: the objective is a sum over all rows, which one process sees. Fede
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -69,7 +68,6 @@ def objective_perturbation(
     rows, signs = bounded_rows(data.x, length), 2.0 * data.y - 1
     key = derive(entropy() if secure_noise else seed, "objective")[:16]
     shift = deviation * noise.normals(key, 0, rows.shape[1]).astype(np.float64)
-    weights, left = minimised(rows, signs, ridge, shift)
     event = Event(Noise("gaussian", gaussian_like(epsilon, delta)), relation="add-remove")
     claims = [Claim(observer, "example", "nominal", NOT_EXACT, event) for observer in AFTER_UPLOAD]
     claims += [none(observer, "client", "there is one data holder, and nothing hides it") for observer in AFTER_UPLOAD]
@@ -82,7 +80,9 @@ def objective_perturbation(
         kept = {"sizes": (len(rows),), "planned_rounds": 1, "config": "objective perturbation"}
         header = Header(delta, 1, simulated=not secure_noise, **kept)  # type: ignore[arg-type]
         ledger = stack.enter_context(run_folder.open_ledger(target, lambda: header))
-        ledger.spend(Release(1, (((0,), tuple(claims)),)), made=hashlib.sha256(weights.tobytes()).hexdigest())
+        # Before the solver runs: whether it settles depends on the rows.
+        ledger.spend(Release(1, (((0,), tuple(claims)),)))
+        weights, left = minimised(rows, signs, ridge, shift)
         told = [asdict(row) for row in ledger.table()]
     module = _layer(weights)
     right = float(((bounded_rows(data.x_test, length) @ weights > 0) == data.y_test).mean()) if len(data.y_test) else float("nan")
@@ -135,7 +135,7 @@ def minimised(rows: np.ndarray, signs: np.ndarray, ridge: float, shift: np.ndarr
         theta = theta - size * step
     left = float(np.linalg.norm(slope(theta)))
     if not left <= 100 * settled:
-        raise UserError(f"objective perturbation: the solver stopped at a gradient of {left:.3g}; use a larger ridge")
+        raise UserError("objective perturbation: the solver did not settle; use a larger ridge")
     return theta, left
 
 
