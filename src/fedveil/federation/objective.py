@@ -26,7 +26,7 @@ from fedveil.privacy import checks
 from fedveil.privacy.events import Claim, Event, Noise, Release
 from fedveil.privacy.ledger import Header
 from fedveil.privacy.objective import deviation_for, gaussian_like, ridge_for
-from fedveil.protect import noise
+from fedveil.protect.law import Gaussian
 from fedveil.protect.place import AFTER_UPLOAD, none
 
 NOT_EXACT = (
@@ -67,7 +67,7 @@ def objective_perturbation(
     deviation = deviation_for(epsilon, delta, ridge, length=length)
     rows, signs = bounded_rows(data.x, length), 2.0 * data.y - 1
     key = derive(entropy() if secure_noise else seed, "objective")[:16]
-    shift = deviation * noise.normals(key, 0, rows.shape[1]).astype(np.float64)
+    shift = Gaussian().draw(key, 0, rows.shape[1], deviation, 0.0).astype(np.float64)
     event = Event(Noise("gaussian", gaussian_like(epsilon, delta)), relation="add-remove")
     claims = [Claim(observer, "example", "nominal", NOT_EXACT, event) for observer in AFTER_UPLOAD]
     claims += [none(observer, "client", "there is one data holder, and nothing hides it") for observer in AFTER_UPLOAD]
