@@ -53,8 +53,6 @@ def _why_not(plan: LocalPlan) -> str | None:
         return "noise on a grid needs one bound"
     if plan.grid > 0 and isinstance(plan.law, Staircase) and plan.by_largest:
         return "Staircase noise on a grid needs sensitivity = bound"
-    if isinstance(plan.law, Staircase) and plan.law.width != 1:
-        return "Staircase noise with a step width of its own is drawn by the torch engines"
     if plan.loss not in PLAIN:
         return f"it has cross-entropy and squared error, not loss = {plan.loss}"
     if plan.augment.active:
