@@ -359,6 +359,19 @@ def test_the_page_of_what_is_finished_shows_just_that_and_runs_nothing(tmp_path,
         runner.only_finished(runner.plan(entry(), "paper"), {})
 
 
+def test_the_page_of_what_is_finished_counts_the_seeds_that_each_cell_has():
+    longer = Train("non-private", "cancer", changes(dict(TINY), rounds=5))
+    cells = (Cell("r", "one", 0.9, longer, "accuracy"), Cell("r", "three", 0.9, Train("non-private", "cancer", TINY), "accuracy"))
+    done = {key_of(longer, 0): {"result": {"accuracy": 0.7}}}
+    done |= {key_of(cells[1].job, seed): {"result": {"accuracy": 0.8 + seed / 100}} for seed in range(3)}
+    chosen = runner.only_finished(runner.plan(Entry("p9-table1", "Test", cells), "paper", seeds=5), done)
+    one, three = runner.rows(chosen, done)
+    assert (one.seeds, one.ours, one.deviation) == (1, 0.7, None)
+    assert three.seeds == 3 and three.ours == pytest.approx(0.81) and three.deviation == pytest.approx(0.01)
+    page = render.markdown(chosen, (one, three), "fedveil", {})
+    assert "Seeds: 0, 1, 2 (± is their standard deviation; cells without it have seed 0 alone)." in page
+
+
 @pytest.mark.parametrize(
     ("recipe", "change", "law"),
     [

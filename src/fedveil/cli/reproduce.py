@@ -82,7 +82,7 @@ def reproduce(
     chosen = runner.plan(entry, scale, seeds, _counts(victims))  # type: ignore[arg-type]
     if finished:
         chosen = runner.only_finished(chosen, runner.finished(out))
-        entry = chosen.entry
+        entry, seeds = chosen.entry, chosen.seeds
     command = f"fedveil reproduce {entry.id} --scale {scale} --seeds {seeds}" + (
         f" --only {only}" if words else ""
     )

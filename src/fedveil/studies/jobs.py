@@ -133,16 +133,19 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
     metrics = done.metrics
     private = {line["round"]: line for line in done.private}
 
-    def listed(name: str) -> list[tuple[int, float]]:
-        return [(m["round"], m[name]) for m in metrics if m.get(name) is not None]
+    def brief(value: Any) -> float | None:  # curves are kept with six digits, which all prints are far below
+        return None if value is None else float(f"{value:.6g}")
+
+    def listed(name: str) -> list[tuple[int, float | None]]:
+        return [(m["round"], brief(m[name])) for m in metrics if m.get(name) is not None]
 
     def norm(line: Result) -> float | None:
         values = [v for v in line.get("norm_mean") or () if v is not None]
-        return float(np.mean(values)) if values else None
+        return brief(float(np.mean(values))) if values else None
 
     def largest(line: Result) -> float | None:
         values = [v for v in line.get("norm_max") or () if v is not None]
-        return max(values) if values else None
+        return brief(max(values)) if values else None
 
     return {
         "accuracy": result["test_accuracy"],
@@ -153,7 +156,7 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "bounds": listed("bound"),
         "norms": [(r, norm(p)) for r, p in private.items()],
         "largest": [(r, largest(p)) for r, p in private.items()],
-        "deviations": [(r, p.get("noise_deviation")) for r, p in private.items()],
+        "deviations": [(r, brief(p.get("noise_deviation"))) for r, p in private.items()],
         "local_steps": config.local_steps,
         "rounds": result["rounds"],
         "stopped": result["stopped"],

@@ -51,8 +51,8 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
         return " ".join(f"[{notes.setdefault(t, len(notes) + 1)}]" for t in texts if t)
 
     lines = [f"# {entry.paper} {name_of(entry)}: {entry.title}", "", f"    {command}", ""]
-    seeds, made = ", ".join(map(str, range(chosen.seeds))), ", ".join(f"{k} {v}" for k, v in about.items())
-    lines += [f"Scale: {chosen.scale}. Seeds: {seeds}. {made}.", ""]
+    made = ", ".join(f"{k} {v}" for k, v in about.items())
+    lines += [f"Scale: {chosen.scale}. Seeds: {_seeds(chosen, rows)}. {made}.", ""]
     if entry.statement:
         lines += [f"The paper says: {entry.statement}", ""]
     lines += [summary(rows), ""]
@@ -83,6 +83,15 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
         "",
     ]
     return "\n".join(lines)
+
+
+def _seeds(chosen: Plan, rows: Sequence[Row]) -> str:
+    """Which seeds the page has, and that some cells have fewer."""
+    said = ", ".join(map(str, range(chosen.seeds)))
+    if chosen.seeds == 1:
+        return said
+    fewer = any(row.ours is not None and row.seeds < chosen.seeds for row in rows)
+    return f"{said} (± is their standard deviation{'; cells without it have seed 0 alone' if fewer else ''})"
 
 
 def verdict_lines(entry: Entry, rows: Sequence[Row]) -> list[str]:

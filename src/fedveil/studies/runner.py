@@ -139,21 +139,23 @@ def finished(folder: Path) -> dict[str, JsonObject]:
 
 
 def only_finished(chosen: Plan, done: Mapping[str, JsonObject]) -> Plan:
-    """The plan with those cells that have a result with every seed; what is left out is said on the page."""
+    """The plan with those cells that have a result with seed 0; others of its seeds count where they are there, and what is
+    left out is said on the page."""
     planned = {p.printed: p for p in chosen.jobs}
 
-    def ready(job: Job) -> bool:
+    def seeds_of(job: Job) -> int:
         one = planned[job]
-        seeds = range(chosen.seeds if seeded(one.job) else 1)
-        return not one.skipped and all("result" in done.get(key_of(one.job, seed), {}) for seed in seeds)
+        seeds = range(chosen.seeds if seeded(one.job) and not one.skipped else int(not one.skipped))
+        return next((seed for seed in seeds if "result" not in done.get(key_of(one.job, seed), {})), len(seeds))
 
-    kept = tuple(cell for cell in chosen.entry.cells if ready(cell.job))
+    kept = tuple(cell for cell in chosen.entry.cells if seeds_of(cell.job))
     if not kept:
         raise UserError(f"--finished: no cell of {chosen.entry.id} is finished in this folder at this scale.")
     all_of_it = len(chosen.entry.cells)
     entry = replace(chosen.entry, cells=kept, note=f"{len(kept)} of {all_of_it} cells were run")
     jobs_kept = {cell.job for cell in kept}
-    return replace(chosen, entry=entry, jobs=tuple(p for p in chosen.jobs if p.printed in jobs_kept))
+    most = max(map(seeds_of, jobs_kept))
+    return replace(chosen, entry=entry, seeds=most, jobs=tuple(p for p in chosen.jobs if p.printed in jobs_kept))
 
 
 def run(
