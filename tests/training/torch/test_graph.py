@@ -292,6 +292,19 @@ def test_an_examples_bits_do_not_depend_on_the_batch(name, compiled, monkeypatch
         assert torch.equal(gradients(rows), alone[rows]), rows
 
 
+def test_no_row_of_the_data_decides_which_engine_trains(monkeypatch):
+    """The trial of a traced module, which may end in another engine, sees the same examples whatever the data are."""
+    tried = []
+    real = graph.compile_net
+    monkeypatch.setattr(graph, "compile_net", lambda *a: tried.append(a[1:3]) or real(*a))
+    module, x, y = case("residual")
+    for data, targets in ((x, y), (1 - 3 * x, (y + 1) % 3)):
+        pool.train(module, flatten(module), data, targets, works(), plan(noise="none"), engine="graph")
+    first, label = tried[0]
+    assert len(tried) > 1 and first.any()
+    assert all(torch.equal(first, x) and torch.equal(label, y) for x, y in tried[1:])
+
+
 def test_batch_norm_that_trains_is_refused_with_the_call_that_replaces_it():
     net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(96, 3))
     with pytest.raises(UserError, match=r"fv\.replace_batch_norm"):
