@@ -6,6 +6,8 @@ Statistical tests fix their keys. Stated false-alarm rates are those of a fresh 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -270,3 +272,15 @@ def test_snapped_neighbours_stay_within_the_snapped_bound(bound, count, power, s
     grid = 2.0**-power
     change = np.linalg.norm((noise.snap(a, grid) - noise.snap(b, grid)) * grid)
     assert change <= noise.snapped_bound(bound, grid, count) * (1 + 1e-12)
+
+
+def test_a_module_compiled_from_another_version_is_not_used_and_says_what_to_do(tmp_path):
+    """As after `git pull`: the package is new, what was compiled is old."""
+    code = (
+        "import sys, types; old = types.ModuleType('fedveil._native'); old.VERSION = -1; sys.modules['fedveil._native'] = old\n"
+        "import fedveil; fedveil._native = old\n"
+        "from torch import nn; from fedveil.training import pool; from fedveil.training.contract import LocalPlan\n"
+        "print(pool.choose(nn.Sequential(nn.Linear(3, 2)), LocalPlan(1, 0.1, 4.0))[1])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert "another version" in said and "install fedveil again" in said

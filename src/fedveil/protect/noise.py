@@ -42,12 +42,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedveil.errors import UserError
 
 INTERFACE = 6  # of the compiled module; one of another version is not used
+NOT_COMPILED = "the compiled module is not installed"
 
 try:
     from fedveil import _native as _native
 
     if getattr(_native, "VERSION", None) != INTERFACE:
         _native = None
+        NOT_COMPILED = "the compiled module was built from another version of fedveil; install fedveil again to build it anew"
 except ImportError:  # pure Python installation: same bits, slower
     _native = None
 

@@ -133,7 +133,7 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
     metrics = done.metrics
     private = {line["round"]: line for line in done.private}
 
-    def brief(value: Any) -> float | None:  # curves are kept with six digits, which all prints are far below
+    def brief(value: object) -> float | None:  # curves are kept with six digits, which all prints are far below
         return None if value is None else float(f"{value:.6g}")
 
     def listed(name: str) -> list[tuple[int, float | None]]:

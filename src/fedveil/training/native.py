@@ -46,7 +46,7 @@ def why_not(module: nn.Module, plan: LocalPlan) -> str | None:
 
 def _why_not(plan: LocalPlan) -> str | None:
     if not available():
-        return "the compiled extension is not installed"
+        return noise.NOT_COMPILED
     if plan.law is not None and not kernel_of(plan.law):
         return "this noise law has no compiled kernel"
     if plan.grid > 0 and plan.by_median:

@@ -28,6 +28,7 @@ from torch import nn
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.models.layout import layout_of
+from fedveil.protect import noise
 from fedveil.protect.bounded import check_bound
 from fedveil.training import reference
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
@@ -105,9 +106,7 @@ def _why_not_native(module: nn.Module, plan: LocalPlan, device: str, dtype: torc
     if dtype != torch.float32:
         return f"it computes in float32, not {str(dtype).removeprefix('torch.')}"
     native = _native_module()
-    if native is None or not native.available():
-        return "the compiled extension is not installed"
-    return native.why_not(module, plan)
+    return noise.NOT_COMPILED if native is None else native.why_not(module, plan)
 
 
 def train(
