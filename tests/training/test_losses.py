@@ -201,6 +201,9 @@ def test_a_run_takes_a_function_and_promises_the_same(tmp_path):
     quick = {"data": "digits", "rounds": 1, "local_steps": 2, "clients": 4, "report": False}
     plain = fv.run("fed-cdp-sound", out=tmp_path / "plain", **quick)
     own = fv.run("fed-cdp-sound", out=tmp_path / "own", loss=focal, **quick)
+    (note,) = [note for note in json.loads((tmp_path / "own" / "run.json").read_text())["notes"] if "own code" in note]
+    assert ":focal" in note and "no proof" in note
+    assert "own code" not in (tmp_path / "plain" / "run.json").read_text()
     assert own.epsilon() == plain.epsilon() is not None
     assert any(not torch.equal(*pair) for pair in zip(own.state_dict().values(), plain.state_dict().values(), strict=True))
     assert open_run(tmp_path / "own").config.loss == f"{HERE}:focal"

@@ -157,8 +157,24 @@ def _prepared(
     initial = flatten(module)
     engine, reason = engine_of(task, initial, dealt, config)
     task = replace(task, setting=replace(task.setting, engine=engine))
+    notes += _own_code(module, task.loss, engine)
     one_shot.tell(task)
     return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
+
+
+def _own_code(module: nn.Module, loss: str, engine: str) -> tuple[str, ...]:
+    """What of the user's code runs during training, where no clip can see into it: the promises rest on its word."""
+    ours = ("torch.", "fedveil.")
+    called = [f"loss {loss}"] if loss_names.own(loss) else []
+    if engine in ("functional", "reference"):
+        names = {type(part).__qualname__ for part in module.modules() if not type(part).__module__.startswith(ours)}
+        called += sorted(f"model {name}" for name in names)
+    if not called:
+        return ()
+    return (
+        f"promises assume that your own code ({', '.join(called)}) treats each example alone and remembers none; "
+        "it was tried on made-up examples, which is no proof",
+    )
 
 
 def _model(config: RunConfig, dataset: Dataset, module: nn.Module | None) -> nn.Module:
