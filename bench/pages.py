@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.cli.reproduce import _duration
 from fedveil.federation.store import append_line
-from fedveil.studies import runner
+from fedveil.studies import render, runner
 from fedveil.studies.cells import Row, key_of
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.render import name_of, shown
@@ -39,8 +38,9 @@ def take(out: Path) -> None:
             kept[key] = have[key]
         trained = any(have[key]["settings"]["kind"] not in ("epsilon", "stop", "spend") for key in keys)
         if trained:
-            command = ["reproduce", entry.id, "--scale", "paper", "--seeds", str(SEEDS), "--finished", "--out", str(DOCS)]
-            subprocess.run([sys.executable, "-m", "fedveil", *command], check=True, stdout=subprocess.DEVNULL)
+            chosen = runner.only_finished(runner.plan(entry, "paper", SEEDS), kept)
+            command = f"fedveil reproduce {entry.id} --scale paper --seeds {chosen.seeds}"
+            render.write(chosen, kept, command, DOCS, entry.id)
             print(f"{entry.id}: {len(new)} new")
 
 

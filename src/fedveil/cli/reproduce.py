@@ -96,14 +96,12 @@ def reproduce(
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    rows = runner.rows(chosen, done)
-    page = out / f"{'-'.join((entry.id, *(re.sub(r'[^A-Za-z0-9_-]', '', word) for word in words)))}.md"
-    page.write_text(render.markdown(chosen, rows, command, _about()), "utf-8")
-    drawn = entry.is_figure and render.picture(chosen, rows, done, out, out / f"{entry.id}.png")
+    name = "-".join((entry.id, *(re.sub(r"[^A-Za-z0-9_-]", "", word) for word in words)))
+    rows, page, picture = render.write(chosen, done, command, out, name)
     data: JsonObject = {
         "id": entry.id, "title": entry.title, "scale": scale, "seeds": seeds, "statement": entry.statement,
         "rows": [asdict(row) for row in rows], "page": str(page),
-        "picture": str(out / f"{entry.id}.png") if drawn else None,
+        "picture": None if picture is None else str(picture),
     }  # fmt: skip
     emit(data, as_json, lambda: _show(entry, rows, page))
 
@@ -119,12 +117,6 @@ def _counts(text: str) -> dict[str, int]:
             )
         found[name.strip()] = int(number)
     return found
-
-
-def _about() -> dict[str, str]:
-    import fedveil
-
-    return {"fedveil": str(getattr(fedveil, "__version__", ""))}
 
 
 def _list(as_json: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fedveil.jsons import Document, JsonObject
+from fedveil.studies import runner
 from fedveil.studies.cells import Attack, Entry, Row, key_of
 from fedveil.studies.runner import Plan
 from fedveil.studies.verdicts import CHECKS, judge
@@ -38,6 +39,19 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
         )
         found.append([shown(row.paper, cell.digits), shown(row.ours, cell.digits) + spread, mark])
     return found
+
+
+def write(
+    chosen: Plan, done: Mapping[str, JsonObject], command: str, folder: Path, name: str
+) -> tuple[list[Row], Path, Path | None]:
+    """The page `name` of these results in a folder, and the picture of a figure; returns its rows and both paths."""
+    import fedveil
+
+    rows = runner.rows(chosen, done)
+    page = folder / f"{name}.md"
+    page.write_text(markdown(chosen, rows, command, {"fedveil": fedveil.__version__}), "utf-8")
+    drawn = folder / f"{chosen.entry.id}.png"
+    return rows, page, drawn if chosen.entry.is_figure and picture(chosen, rows, done, folder, drawn) else None
 
 
 def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, object]) -> str:
