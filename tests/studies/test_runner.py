@@ -378,6 +378,7 @@ def test_the_page_of_what_is_finished_counts_the_seeds_that_each_cell_has():
         ("dp-baseline", {}, "exact"),
         ("dp-baseline", {"grid": 0.0}, "float"),
         ("dp-dyns-l2max", {}, "float"),
+        ("ldp-fl", {}, "reports of two values"),
         ("non-private", {}, "none"),
     ],
 )

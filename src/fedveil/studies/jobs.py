@@ -170,8 +170,12 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
 
 
 def law_of(recipe: Recipe) -> str:
-    """Which noise a run draws: exact (on a grid), float, or none."""
-    return ("exact" if recipe.fineness > 0 else "float") if recipe.private else "none"
+    """Which noise a run draws: exact (on a grid), float, none, or random reports instead of noise."""
+    if not recipe.private:
+        return "none"
+    if recipe.law is None:
+        return "reports of two values"
+    return "exact" if recipe.fineness > 0 else "float"
 
 
 def _time(job: Time, seed: int) -> Result:
