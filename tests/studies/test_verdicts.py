@@ -1,9 +1,12 @@
 """A verdict follows from the numbers of a page and from nothing else."""
 
+import math
+
 import pytest
 
 from fedveil.studies.cells import Row
 from fedveil.studies.index import catalogue
+from fedveil.studies.reasons import explain
 from fedveil.studies.verdicts import CHECKS, Check, judge, mean_of
 
 
@@ -52,3 +55,11 @@ def test_every_figure_with_cells_is_judged_by_cells_that_it_has():
             assert mean_of(check.left, rows) is not None, (name, check)
             if isinstance(check.right, str):
                 assert mean_of(check.right, rows) is not None, (name, check)
+
+
+def test_the_reason_why_nbafl_stays_at_chance_has_the_formulas_numbers():
+    """sqrt(2 ln(1.25 / delta)) · (uploads that are seen) · 2C / (rows of a client) / epsilon, by hand."""
+    text = explain(("nbafl-noise",))[0]
+    for rows, said in ((6000, "0.48 (MNIST)"), (600, "4.8 (Medical MNIST)")):
+        deviation = math.sqrt(2 * math.log(1.25e5)) * 150 * 2 * 10 / rows / 5
+        assert said.startswith(f"{deviation:.2g}") and said in text

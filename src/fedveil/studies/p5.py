@@ -188,7 +188,7 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: objec
 def _figures() -> list[Entry]:
     first = [c for d in ("mnist", "medical_mnist") for c in _lines(d, 5.0, (10, 25, 50, 100, 150))]
     first += [
-        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, 5.0), f"accuracy@{r}", ("no-numbers",))
+        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, 5.0), f"accuracy@{r}", ("no-numbers", "nbafl-noise"))
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]
