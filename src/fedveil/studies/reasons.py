@@ -74,8 +74,8 @@ REASONS: dict[str, str] = {
     "planned-own": "a linear head on fixed features of our own (scattering), as the planner chooses; the paper trains ResNet-18",
     "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), as the planner chooses: "
     "with public pre-training, which the paper's ResNet-18 does not have",
-    "nbafl-noise": "chance by arithmetic: NbAFL's own formula for ε = 5 and 150 rounds puts noise of deviation 0.48 (MNIST) or 4.8 "
-    "(Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
+    "nbafl-noise": "chance by arithmetic: NbAFL's own formula for ε = 5 and 150 rounds puts noise of deviation 0.48 (MNIST) or "
+    "4.8 (Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
     "wind-delta": "delta 1e-6: the paper's 1e-5 is above one in the number of records",
     "range-pixels": "pixel range differs: ours is MSE on [0, 1]; the paper's values above 1 need standardised pixels",
     "flower-time": "the paper's seconds are on Flower with GPUs; ours is the simulator, one core",
