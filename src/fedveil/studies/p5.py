@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fedveil.studies import settings
@@ -209,9 +210,10 @@ def _figures() -> list[Entry]:
             job = udp("udp-fl-staircase", d, 5.0, batch_size=round(settings.UDP[d]["batch_size"] * q / 0.05))
             third.append(Cell(f"{SHOWN[d]}, by sampling rate", f"rate {q}", None, job, "accuracy",
                               ("no-numbers", *why("Staircase"))))  # fmt: skip
-    by_epsilon: dict[str, list[Cell]] = {"none": [], "shuffle-models": []}
-    for channel, cells in by_epsilon.items():
-        for d in ("mnist", "medical_mnist"):
+    by_epsilon: list[Cell] = []
+    shuffled: list[Cell] = []
+    for d in ("mnist", "medical_mnist"):
+        for channel, cells in (("none", by_epsilon), ("shuffle-models", shuffled)):
             for name, recipe in MECHANISMS.items():
                 for e in EPSILONS:
                     job = udp(recipe, d, float(e), channel=channel)
@@ -219,6 +221,7 @@ def _figures() -> list[Entry]:
                                       ("no-numbers", *why(name))))  # fmt: skip
             cells.append(Cell(f"{SHOWN[d]}, none", "ε=∞", None, udp("non-private", d, None), "accuracy",
                               ("no-numbers",)))  # fmt: skip
+    shuffled += [replace(cell, row=f"{cell.row}, not shuffled") for cell in by_epsilon if cell.column != "ε=∞"]
     fifth = _lines("wind", 5.0, (10, 50, 150), aggregate="scaffold")
     return [
         Entry("p5-fig1", "Accuracy and convergence against baselines", tuple(first),
@@ -228,10 +231,10 @@ def _figures() -> list[Entry]:
               "At ε = 2 Gaussian is better, at ε = 8 Staircase.", x="round", curve="accuracies"),
         Entry("p5-fig3", "Number of clients and sampling rate", tuple(third),
               "More clients: slower; higher sampling rate: faster.", x="clients (10% per round) | sampling rate"),
-        Entry("p5-fig4", "Accuracy by ε", tuple(by_epsilon["none"]), "Staircase is best and rises with ε.", x="ε"),
+        Entry("p5-fig4", "Accuracy by ε", tuple(by_epsilon), "Staircase is best and rises with ε.", x="ε"),
         Entry("p5-fig5", "Wind power with SCAFFOLD", tuple(fifth), "Staircase is better on few epochs.",
               x="round", curve="accuracies"),
-        Entry("p5-fig6", "With the shuffler", tuple(by_epsilon["shuffle-models"]),
+        Entry("p5-fig6", "With the shuffler", tuple(shuffled),
               "The shuffler helps marginally; Staircase is best.", x="ε"),
     ]  # fmt: skip
 
