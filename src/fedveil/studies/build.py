@@ -64,6 +64,8 @@ def noise_why(recipe: str) -> tuple[str, ...]:
         return ("our-split",)
     if recipe.startswith("fed-sdp"):
         return ("sdp-noise",)
+    if recipe == "adaclip":
+        return ("literal-noise", "adaclip-scale")
     return ("literal-noise", "l2max") if "alpha" in recipe or "l2max" in recipe else ("literal-noise",)
 
 

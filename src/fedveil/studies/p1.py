@@ -166,16 +166,14 @@ def _figures() -> list[Entry]:
     ]  # fmt: skip
     fifth = []
     for share in (0.0, 0.1, 0.3, 0.5):
+        column, pruned = f"pruned {share:.0%}", {"prune": share} if share else {}
         for recipe in ("non-private", "fed-sdp-client", "fed-cdp", "fed-cdp-decay"):
-            column = f"pruned {share:.0%}"
-            job = attack(recipe, "mnist", "type2", victims=8, change={"prune": share} if share else {})
-            fifth.append(Cell(f"{recipe}, SSIM of the attack", column, None, job, "ssim", ("no-numbers",)))
-            train = federated(recipe, "mnist", prune=share)
-            fifth.append(
-                Cell(
-                    f"{recipe}, accuracy", column, None, train, "accuracy", ("no-numbers", *noise_why(recipe))
-                )
-            )
+            ways = {"": {}, ", noise on example": EXAMPLE} if recipe.startswith("fed-cdp") else {"": {}}
+            for said, more in ways.items():
+                job = attack(recipe, "mnist", "type2", victims=8, change={**pruned, **more})
+                fifth.append(Cell(f"{recipe}{said}, SSIM of the attack", column, None, job, "ssim", ("no-numbers",)))
+            train = federated(recipe, "mnist", **pruned)
+            fifth.append(Cell(f"{recipe}, accuracy", column, None, train, "accuracy", ("no-numbers", *noise_why(recipe))))
     return [
         Entry("p1-fig1a", "Attack schema", note="a drawing of the attack"),
         Entry("p1-fig1b", "Attack visualisation", tuple(first), "Type 2 and type 0&1 rebuild the images."),

@@ -61,6 +61,10 @@ REASONS: dict[str, str] = {
     "SSIM > 0.8",
     "type2-sum": "with noise on the batch sum the per-example gradient is never noised: type 2 reads it clipped",
     "type2-example": "noise on every example (P1 Alg. 2): what type 2 reads is noised",
+    "after-training": "this recipe changes the update after local training, so type 2 reads each example's bare gradient",
+    "adaclip-scale": "AdaClip's scale follows the noised gradients: where the noise is far above the gradient, as in small "
+    "batches at sigma = 6, what is left after the noise's own share is taken off still widens it up to its ceiling",
+    "small-batch": "the noise of sigma·C is divided by a batch of 22, not of 600: a step's mean gradient has 27 times as much",
     "raw-upload": "Fed-SDP noises at the server: what arrives there (type 0) is raw; the paper counts the sanitised one",
     "clip-visible": "a clipped gradient without noise still shows the image: the attack knows the clip",
     "no-numbers": "the figure prints no numbers; its statement is compared",

@@ -178,6 +178,9 @@ def shrink(job: Job, level: int, looks: int = 5) -> tuple[Job, str]:
         if fewer.batch > 8:
             fewer = replace(fewer, batch=8 if level < 7 else 2)
             notes.append(f"images per update {job.batch} → {fewer.batch}")
+            clients = dict(job.settings).get("clients")
+            if clients:  # smaller clients: the sampling rate, and so the noise, stays as it is
+                fewer = replace(fewer, settings=changes(dict(job.settings), clients=clients * job.batch // fewer.batch))
         return fewer, ", ".join(notes)
     if isinstance(job, Inference):
         inner, said = _shrink_run(job.train, max(level, 5), 1)

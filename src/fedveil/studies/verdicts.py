@@ -99,8 +99,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "p1-fig5": (
         Check("pruned by 30%, plain updates leak", "non-private, ssim & pruned 30%", ">", REBUILT),
-        Check("Fed-CDP resists, whatever is pruned", "=fed-cdp, ssim of the attack", "<", HIDDEN),
-        Check("Fed-CDP(decay) too", "fed-cdp-decay, ssim", "<", HIDDEN),
+        Check("Fed-CDP resists, whatever is pruned, noise on the sum", "=fed-cdp, ssim of the attack", "<", HIDDEN),
+        Check("Fed-CDP resists, noise on each example", "=fed-cdp, noise on example, ssim of the attack", "<", HIDDEN),
+        Check("Fed-CDP(decay) too, noise on the sum", "fed-cdp-decay, ssim", "<", HIDDEN),
+        Check("Fed-CDP(decay) too, noise on each example", "fed-cdp-decay, noise on example, ssim", "<", HIDDEN),
     ),
     "p2-fig2": tuple(
         Check(f"{name} is rebuilt", f"={name}", ">", REBUILT)
@@ -129,7 +131,11 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("40% pruned still leaks (MNIST, type 0)", "=gradient-pruning 40%, type0 & mnist", ">", REBUILT),
         Check("80% pruned hides (MNIST, type 0)", "=gradient-pruning 80%, type0 & mnist", "<", REBUILT),
         Check("noise of variance 0.0001 does not help (MNIST, type 0)", "variance 0.0001, type0 & mnist", ">", REBUILT),
+        Check("50% pruned still leaks (LFW, type 0)", "=gradient-pruning 50%, type0 & lfw", ">", REBUILT),
         Check("Fed-CDP hides type 0", "=fed-cdp, type0", "<", HIDDEN),
+        Check("Fed-CDP at C = σ = 1 leaks type 2", "c = σ = 1, type2", ">", HIDDEN),
+        Check("Fed-CDP at C = 4, σ = 6 hides type 2", "=fed-cdp, noise on example, type2", "<", HIDDEN),
+        Check("and loses accuracy", "=fed-cdp, noise on example, accuracy", "<", "=non-private, accuracy"),
     ),
     "p3-fig4": (
         Check("Fed-SDP hides type 0", "fed-sdp & type0", "<", HIDDEN),
