@@ -1,10 +1,14 @@
 """The pages of results: each is linked, says how it was made, and every experiment is in the index."""
 
+import json
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+from fedveil.studies import runner
+from fedveil.studies.cells import settings_of
 from fedveil.studies.index import catalogue
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
@@ -25,3 +29,23 @@ def test_a_page_says_command_scale_seeds_and_settings_and_its_pictures_exist(pag
     assert re.search(r"Scale: (small|paper)\. Seeds: \d", text)
     assert '"kind": ' in text and "| paper | ours | difference | why |" in text
     assert all((FOLDER / picture).is_file() for picture in re.findall(r"\]\(([\w-]+\.png)\)", text))
+
+
+@lru_cache
+def planned(name, scale):
+    """Today's rows of an experiment, and the settings of its jobs as a page prints them."""
+    entry = catalogue()[name]
+    jobs = {json.dumps(settings_of(one.job, 0), sort_keys=True) for one in runner.plan(entry, scale).jobs}
+    return {(cell.row, cell.column) for cell in entry.cells}, jobs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_what_todays_experiment_would_run(page):
+    """No numbers of an experiment that was since mended: each row and the settings of each job are those of today."""
+    text = page.read_text("utf-8")
+    name = re.match(r"p[1-5]-[a-z]+\d+[a-z]?", page.stem)[0]
+    rows, jobs = planned(name, re.search(r"Scale: (small|paper)", text)[1])
+    shown = [tuple(field.strip() for field in line.split("|")[1:3]) for line in text.splitlines() if line.startswith("| ")]
+    assert set(shown[1:]) <= rows
+    ran = {json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines() if line.startswith('{"')}
+    assert ran <= jobs

@@ -169,6 +169,14 @@ def test_rounds_to_a_target_and_its_epsilon():
     assert spent == pytest.approx(jobs.execute(Epsilon("zcdp", 200), 0, None)["epsilon"])
 
 
+def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_counted_with():
+    """zCDP adds up q²/sigma² by hand: S is the largest norm where that is below the bound, else the bound."""
+    job = Train("dp-dyns-l2max", "mnist", changes(rounds=4))
+    run = {**result(), "l2max": True, "variance": 24.0, "bounds": [[r, 4.0] for r in range(1, 5)], "largest": [[1, 90.0], [2, 2.0]]}
+    rho = 100 * 0.01**2 * (1 / 6**2 + 1 / 12**2)
+    assert jobs.measure("fixed_variance:zcdp:0.8", run, job, job) == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5)
+
+
 def test_a_round_is_read_at_the_same_share_of_a_shorter_run():
     small, printed = (Train("fed-cdp", "mnist", changes(rounds=r)) for r in (4, 100))
     assert jobs.measure("accuracy@50", result(), small, printed) == 0.8
