@@ -172,7 +172,8 @@ def test_rounds_to_a_target_and_its_epsilon():
 def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_counted_with():
     """zCDP adds up q²/sigma² by hand: S is the largest norm where that is below the bound, else the bound."""
     job = Train("dp-dyns-l2max", "mnist", changes(rounds=4))
-    run = {**result(), "l2max": True, "variance": 24.0, "bounds": [[r, 4.0] for r in range(1, 5)], "largest": [[1, 90.0], [2, 2.0]]}
+    run = {**result(), "l2max": True, "variance": 24.0, "bounds": [[r, 4.0] for r in range(1, 5)]}
+    run["largest"] = [[1, 90.0], [2, 2.0]]
     rho = 100 * 0.01**2 * (1 / 6**2 + 1 / 12**2)
     assert jobs.measure("fixed_variance:zcdp:0.8", run, job, job) == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5)
 
