@@ -13,7 +13,7 @@ from fedveil.errors import UserError
 from fedveil.protect.catalogue import get
 from fedveil.protect.recipe import with_changes
 from fedveil.studies import jobs, render, runner, settings
-from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Train, changes, key_of, only
+from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Time, Train, changes, key_of, only
 from fedveil.studies.index import find
 from fedveil.training import pool
 
@@ -167,6 +167,22 @@ def test_rounds_to_a_target_and_its_epsilon():
     assert jobs.measure("rounds_to:0.95", result(), job, job) is None
     spent = jobs.measure("spent_to:zcdp:0.8", result(), job, job)
     assert spent == pytest.approx(jobs.execute(Epsilon("zcdp", 200), 0, None)["epsilon"])
+
+
+def test_a_timing_is_taken_in_turns_with_the_same_steps_without_protection(monkeypatch):
+    """A clock that a protected round moves by 3 a step and a plain one by 1: the ratio is 3, whatever else happens once."""
+    clock, turns = [0.0], []
+
+    def play(prepared, state, clients):
+        private = prepared.task.recipe.private
+        turns.append(private)
+        clock[0] += 7 + prepared.config.local_steps * (3 if private else 1)
+
+    monkeypatch.setattr("fedveil.federation.loop.play_round", play)
+    monkeypatch.setattr(jobs.time, "process_time", lambda: clock[0])
+    found = jobs.execute(Time("fed-cdp", "cancer", TINY, iterations=4), 0, None)
+    assert found["seconds"] == pytest.approx(3) and found["over_plain"] == pytest.approx(3)
+    assert turns == [True, False] * 12
 
 
 def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_counted_with():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedveil.studies import settings
@@ -51,7 +51,21 @@ def _stand_in(dataset: str) -> tuple[str, tuple[tuple[str, object], ...]]:
 
 def central_time(recipe: str, dataset: str) -> Time:
     name, options = _stand_in(dataset)
-    return Time(recipe, name, changes(settings.CENTRAL[name]), options)
+    return Time(recipe, name, changes(settings.CENTRAL[name]), options, iterations=10)
+
+
+def timed(
+    table: Mapping[str, Sequence[float]], columns: Sequence[str], jobs: Callable[[str], Sequence[Time]], measure: str, digits: int
+) -> list[Cell]:  # fmt: skip
+    """Rows of times, and below them how much longer each recipe takes than no protection: that can be compared."""
+    cells = []
+    for recipe, printed in table.items():
+        cells += line(recipe, columns, printed, jobs(recipe), measure, ("other-machine",), digits)
+    for recipe, printed in table.items():
+        ratios = [own / plain for own, plain in zip(printed, table["non-private"], strict=True)]
+        if recipe != "non-private":
+            cells += line(f"{recipe} over non-private", columns, ratios, jobs(recipe), "over_plain", ("in-turns",), 2)
+    return cells
 
 
 def federated_time(recipe: str, dataset: str) -> Time:

@@ -179,24 +179,37 @@ def law_of(recipe: Recipe) -> str:
 
 
 def _time(job: Time, seed: int) -> Result:
-    """CPU time per local iteration of one client: two lengths, so that what happens once falls out."""
+    """CPU time per local iteration of one client, and over that of the same iterations without protection, which are played
+    in turns with it. Two lengths, so that what happens once falls out; of each the shortest of five, disturbed least."""
     from fedveil.federation.loop import play_round, prepare
     from fedveil.federation.round import start
+    from fedveil.studies.settings import control
 
-    spent = []
+    racers = {job.recipe: job, "non-private": job if job.recipe == "non-private" else control(job)}
+    spent: dict[str, list[float]] = {name: [] for name in racers}
+    engines = {}
     for steps in (job.iterations, 2 * job.iterations):
-        config = _config(job, seed, local_steps=steps, rounds=1, diagnostics=False)
-        prepared = prepare(config, _dataset(job))
-        state = start(prepared.task, prepared.initial)
-        tries = []
-        for _ in range(6):  # the first warms up; the shortest was disturbed least
-            clock = time.process_time()
-            play_round(prepared, state, np.array([0]))
-            tries.append(time.process_time() - clock)
-        spent.append(min(tries))
-    each = (spent[1] - spent[0]) / job.iterations
-    each = each if each > 0 else spent[1] / (2 * job.iterations)
-    return {"seconds": each, "milliseconds": 1000 * each, "engine": prepared.engine}
+        ready = {}
+        for name, one in racers.items():
+            config = _config(one, seed, local_steps=steps, rounds=1, diagnostics=False)
+            ready[name] = prepare(config, _dataset(one))
+            engines[name] = ready[name].engine
+        tries: dict[str, list[float]] = {name: [] for name in racers}
+        for turn in range(6):
+            for name, prepared in ready.items():
+                clock = time.process_time()
+                play_round(prepared, start(prepared.task, prepared.initial), np.array([0]))
+                if turn:  # the first warms up
+                    tries[name].append(time.process_time() - clock)
+        for name, found in tries.items():
+            spent[name].append(min(found))
+    each = {name: _per_iteration(once, twice, job.iterations) for name, (once, twice) in spent.items()}
+    own, plain = each[job.recipe], each["non-private"]
+    return {"seconds": own, "milliseconds": 1000 * own, "engine": engines[job.recipe], "over_plain": own / plain}
+
+
+def _per_iteration(once: float, twice: float, iterations: int) -> float:
+    return (twice - once) / iterations if twice > once else twice / (2 * iterations)
 
 
 # --- attacks ---

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedveil.studies.build import EXAMPLE, FIVE, SHOWN, attack, federated, federated_time, line, noise_why
+from fedveil.studies.build import (
+    EXAMPLE,
+    FIVE,
+    SHOWN,
+    attack,
+    federated,
+    federated_time,
+    line,
+    noise_why,
+    timed,
+)
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon
 
 ROUNDS = {"mnist": 100, "cifar10": 100, "lfw": 60, "adult": 10, "cancer": 3}
@@ -190,10 +200,7 @@ def _figures() -> list[Entry]:
 def entries() -> list[Entry]:
     """All tables and figures of P1."""
     table2 = [c for r, p in TABLE_2.items() for c in twelve(r, p, noise_why(r))]
-    table3 = [
-        c for r, p in TABLE_3.items()
-        for c in line(r, NAMES, p, [federated_time(r, d) for d in FIVE], "milliseconds", ("other-machine",), 1)
-    ]  # fmt: skip
+    table3 = timed(TABLE_3, NAMES, lambda recipe: [federated_time(recipe, d) for d in FIVE], "milliseconds", 1)
     return [
         Entry("p1-table1", "Datasets and parameters", note="a list of datasets"),
         Entry("p1-table2", "Accuracy by clients and participation (MNIST)", tuple(table2)),

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedveil.studies import p1
-from fedveil.studies.build import EXAMPLE, FIVE, SHOWN, attack, federated, federated_time, line, noise_why
+from fedveil.studies.build import (
+    EXAMPLE,
+    FIVE,
+    SHOWN,
+    attack,
+    federated,
+    federated_time,
+    line,
+    noise_why,
+    timed,
+)
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Spend, Stop
 
 NAMES = [SHOWN[d] for d in FIVE]
@@ -309,10 +319,7 @@ def entries() -> list[Entry]:
     cost = {"non-private": 0.0068, "fed-sdp": 0.0069, "fed-cdp": 0.0224, "fed-alpha-cdp": 0.023}
     table4 += [Cell(r, "s/iteration", p, federated_time(r, "mnist"), "seconds", ("other-machine",), 4)
                for r, p in cost.items()]  # fmt: skip
-    table9 = [
-        c for r, p in TABLE_9.items()
-        for c in line(r, NAMES, p, [federated_time(r, d) for d in FIVE], "seconds", ("other-machine",), 4)
-    ]  # fmt: skip
+    table9 = timed(TABLE_9, NAMES, lambda recipe: [federated_time(recipe, d) for d in FIVE], "seconds", 4)
     return [
         Entry("p3-table1", "Three attacks on plain gradients (type 2)", tuple(_table1())),
         Entry("p3-table2", "Datasets and parameters", note="a list of datasets"),

@@ -40,7 +40,8 @@ REASONS: dict[str, str] = {
     "gradient\"), not of single examples, as the text has it: one of 600 examples nearly always exceeds C, and S = C by the text",
     "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
     "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
-    "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare ratios, not milliseconds",
+    "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare the rows of ratios, not these",
+    "in-turns": "both recipes played in turns in one process on one core; the paper's ratio from its printed times",
     "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
     "inner-steps": "ours counts every quasi-Newton step; an iteration of the common L-BFGS optimiser is up to 20 of them, "
     "which the papers probably count as one",
