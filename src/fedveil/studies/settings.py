@@ -51,7 +51,8 @@ LDP: dict[str, Values] = {
 # a tenth of MNIST's training rows set aside (see UDP_RATE). Inputs are standardised by public constants, as theirs.
 # Set-aside accuracy at ε = 4, Gaussian. MNIST: 0.897 at 0.5, 0.930 at 1, 0.956 at 2; Medical MNIST: 0.917 at 2, 0.872 at 20;
 # UTKFace (gender, clip 0.01): 0.758 at 20, 0.683 at 200. Without noise and clip (`plain_rate`)
-# Medical MNIST has 0.998 at 0.2, 0.185 at 0.5.
+# Medical MNIST has 0.998 at 0.2, 0.185 at 0.5. Wind (RMSE, SCAFFOLD, ε = 5): 0.280 at 0.1, 0.188 at 0.2, 0.274 at 0.3; guessing
+# the mean has 0.289.
 UDP_RATE = 2.0
 PLAIN_MOST = 0.2  # by Medical MNIST's set-aside rows, for all: MNIST's CNN diverges at 2 without a clip
 _UDP: Values = {**_RUN, "partition": "iid", "clients": 10, "rounds": 150, "learning_rate": UDP_RATE, "calibrate": True,
@@ -62,7 +63,7 @@ UDP: dict[str, Values] = {  # P5 section 5.1; batches are a twentieth of a clien
     "cifar10": {**_UDP, "batch_size": 200, "clip.bound": 0.01, "learning_rate": 10 * UDP_RATE, "model": "resnet18-gn"},
     "utkface": {**_UDP, "batch_size": 20, "clip.bound": 0.01, "learning_rate": 10 * UDP_RATE, "model": "papers-cnn"},
     "wind": {**{k: v for k, v in _UDP.items() if k != "features"}, "partition": "groups", "clients": 7,
-             "batch_size": 900, "clip.bound": 10.0, "learning_rate": 0.01, "model": "wind-cnn",
+             "batch_size": 900, "clip.bound": 10.0, "learning_rate": 0.2, "model": "wind-cnn",
              "delta": 1e-6},  # 126,700 records: 1e-5 would be above one in n
 }  # fmt: skip
 
