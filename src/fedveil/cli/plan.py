@@ -62,7 +62,7 @@ def plan(
 
     fedveil plan --epsilon 1 --clients 100 --dataset mnist --observer sum --out mine.toml
     """
-    from fedveil.federation import planner
+    from fedveil.federation import measured, planner
     from fedveil.federation.forecast import expect
     from fedveil.privacy import checks
 
@@ -79,11 +79,30 @@ def plan(
         except OSError as wrong:
             raise UserError(f"--out {out}: cannot be written: {wrong.strerror}.") from None
     expected = expect(found.noise_to_signal, 1 if shape.task == "regression" else shape.classes)
-    data = {**found.to_json(), "config": planner.config_of(found, shape, dataset), "forecast": expected}
-    emit(data, as_json, lambda: _show(found, out, expected))
+    reached = measured.predict(dataset, shape, found)
+    better = None
+    if not shape.backbone and dataset in planner.PUBLIC:
+        other = planner.describe(dataset, examples, kind, classes, columns, True)
+        proposal = planner.plan(other, epsilon=epsilon, delta=delta, clients=clients, observer=observer)
+        better = f"a public backbone fits this data ({other.backbone}): --public proposes it"
+        better += _between(measured.predict(dataset, other, proposal), "; it reached {}")
+    data = {
+        **found.to_json(), "config": planner.config_of(found, shape, dataset), "forecast": expected,
+        "accuracy": None if reached is None else list(reached), "public": better,
+    }  # fmt: skip
+    told = [f"accuracy{_between(reached, ' {} by measured runs of such strength')}"] if reached else []
+    emit(data, as_json, lambda: _show(found, out, expected, told + ([better] if better else [])))
 
 
-def _show(found: Plan, out: Path | None, expected: str) -> None:
+def _between(reached: tuple[float, float] | None, text: str) -> str:
+    """Two accuracies as words, in a text; "" where nothing was measured."""
+    if reached is None:
+        return ""
+    low, high = reached
+    return text.format(f"{low:.3f}" if high - low < 0.002 else f"{low:.3f} to {high:.3f}")
+
+
+def _show(found: Plan, out: Path | None, expected: str, told: list[str]) -> None:
     papers = found.papers
     sampled = f"{papers.batch} of {found.examples_per_client:,}"
     rows = [
@@ -105,7 +124,7 @@ def _show(found: Plan, out: Path | None, expected: str) -> None:
         f"epsilon {figure(found.target_epsilon)} at delta {figure(found.delta)} per example; {found.clients:,} clients, "
         f"{found.examples:,} examples; the server {who}"
     )
-    notes = [("-", reason) for reason in found.why]
+    notes = [("-", reason) for reason in (*found.why, *told)]
     if expected:
         notes.append(("!", f"{expected}; what helps: --observer sum, a larger epsilon, more examples, fewer classes"))
     if out is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 WEAK, DROWNED = 0.12, 0.3  # of nets with several layers
 MANY = 10  # classes
 # Of one layer: from which noise to a class's signal on, (least, most) that measured runs kept of the score without privacy.
+HOPELESS = 3.0  # noise of one layer to a class's signal: a class that all examples push the same way is still lost in it
 KEPT = ((1.0, (0.24, 0.94)), (0.5, (0.61, 0.99)))
 
 
@@ -64,9 +65,14 @@ def kept(ratio: float, classes: int) -> tuple[float, float] | None:
 
 def expect(ratio: float, classes: int) -> str:
     """The same as words; "" where nothing speaks against learning."""
-    share = kept(ratio, classes)
+    share, own = kept(ratio, classes), ratio * math.sqrt(max(1, classes))
     if share is None:
         return ""
+    if own >= HOPELESS:
+        return (
+            f"this cannot work: the noise on a class's weights is {own:.0f} times as long as all its examples together could "
+            f"push them; {math.ceil(own)} times as many examples, or as much more budget, are where learning begins"
+        )
     return (
         f"expect less than this data allows: measured runs with so much noise kept {share[0]:.0%} to {share[1]:.0%} of the score "
         "without privacy, most where the classes lie far apart"

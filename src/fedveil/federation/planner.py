@@ -165,7 +165,7 @@ def describe(
     """The shape of a built-in dataset, or of the user's own from its public facts."""
     if public and dataset not in PUBLIC:
         raise UserError(f"--public: name a dataset for which a public backbone is known: {', '.join(PUBLIC)}.")
-    if public and dataset is not None:
+    if dataset is not None and (public or (dataset in PUBLIC and dataset not in KNOWN)):
         known = PUBLIC[dataset]
         return known if examples is None else replace(known, examples=examples)
     if dataset is None:
@@ -180,8 +180,8 @@ def describe(
         return Shape("images" if kind == "images" else "table", examples, columns, classes)
     if dataset not in KNOWN:
         raise UserError(
-            f"--dataset {dataset}: plans know {', '.join(KNOWN)}; leave --dataset out and give --examples, --kind and "
-            f"--classes for other data.{did_you_mean(dataset, KNOWN)}"
+            f"--dataset {dataset}: plans know {', '.join({**KNOWN, **PUBLIC})}; leave --dataset out and give --examples, --kind "
+            f"and --classes for other data.{did_you_mean(dataset, {**KNOWN, **PUBLIC})}"
         )
     known = KNOWN[dataset]
     return known if examples is None else replace(known, examples=examples)
