@@ -1,5 +1,6 @@
 """LoRA and its self-checks: what trains, what stays, and failures that would be silent elsewhere."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,3 +62,56 @@ def test_an_adapter_that_no_gradient_reaches_is_found_even_if_noise_moved_it():
     with torch.no_grad():
         adapted[3].up.weight += 0.1
     fv.check_gradients(adapted, x, y)
+
+
+class Encoder(nn.Module):
+    """One layer of torch's encoder: in eval mode without gradients torch takes its fast path, past the layers' forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def moved(module: nn.Module) -> nn.Module:
+    """With adapters that have left zero."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return module
+
+
+def test_torchs_fast_path_of_an_encoder_computes_with_the_adapters():
+    torch.manual_seed(0)
+    adapted = moved(fv.lora(Encoder(), 2, layers="linear"))
+    x = torch.rand(5, 4, 8)
+    slow = adapted.train()(x).detach()  # dropout is 0: training mode only turns the fast path off
+    with torch.no_grad():
+        fast = adapted.eval()(x)
+    assert torch.allclose(fast, slow, atol=1e-5)
+    layer = adapted.layer
+    plain = nn.functional.linear(x, layer.linear1.weight, layer.linear1.bias)
+    assert torch.allclose(plain, layer.linear1(x), atol=1e-5)
+
+
+def test_what_an_adapter_shows_of_its_weight_is_no_parameter():
+    adapted = fv.lora(Encoder(), 2, layers="linear")
+    wanted = ("layer.linear1.down.weight", "layer.linear1.up.weight", "layer.linear2.down.weight", "layer.linear2.up.weight")
+    assert layout_of(adapted).names == wanted
+    assert not {"layer.linear1.weight", "layer.linear1.bias"} & set(adapted.state_dict())
+
+
+def test_an_encoder_with_adapters_runs_to_its_end(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 4, 8)).astype(np.float32), np.arange(24) % 3
+    data = fv.dataset(x, y, x[:9], y[:9], classes=3)
+    result = fv.run("fed-cdp-sound", data=data, model=fv.lora(Encoder(), 2, layers="linear", also=("head",)), rounds=1, clients=2,
+                    partition="iid", out=tmp_path / "run")  # fmt: skip
+    with torch.no_grad():
+        truth = (result.module.train()(torch.as_tensor(x[:9])).argmax(1).numpy() == y[:9]).mean()
+    assert result.accuracy == pytest.approx(truth)

@@ -54,6 +54,25 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.up.weight)
 
+    # torch's fast path for attention reads a layer's weight instead of calling it: what it reads must hold the correction.
+    @property
+    def weight(self) -> Tensor:
+        """The matrix of the whole layer, computed anew; no parameter."""
+        return self.frozen.weight + self.scale * (self.up.weight @ self.down.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias."""
+        return self.frozen.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.frozen.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.frozen.out_features
+
     def forward(self, x: Tensor) -> Tensor:
         return self.frozen(x) + self.scale * self.up(self.down(x))
 
