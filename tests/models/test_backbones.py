@@ -68,6 +68,44 @@ def test_other_weights_are_another_backbone():
     assert backbone(one).digest != backbone(other).digest
 
 
+def scaled(by: float) -> nn.Module:
+    """Modules of one name, one weight and one printed form."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).flatten(1) ** by
+
+    return Scaled()
+
+
+def test_equal_weights_with_another_forward_pass_do_not_share_kept_features():
+    data = pictures()
+    one, other = (backbone(scaled(by), name="same").apply(data) for by in (1.0, 2.0))
+    square = other.x * np.linalg.norm(data.x.reshape(6, -1) ** 2, axis=1, keepdims=True)
+    assert np.allclose(square, data.x.reshape(6, -1) ** 2, atol=1e-4) and not np.allclose(one.x, other.x)
+
+
+def test_a_network_that_cannot_be_looked_into_is_computed_anew_each_time(private_folder):
+    traced = torch.jit.trace(small(), torch.zeros(16, 3, 8, 8))
+    backbone(traced, name="closed").apply(pictures())
+    assert not private_folder.exists()
+
+
+def test_weights_from_a_file_under_other_code_are_another_network(tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(1)}, tmp_path / "w.safetensors")
+    names = {"one": lambda: scaled(1.0), "two": lambda: scaled(2.0)}
+    monkeypatch.setitem(__import__("sys").modules, "own_nets", __import__("types").SimpleNamespace(**names))
+    one, two = (backbone(tmp_path / "w.safetensors", module=f"own_nets:{name}") for name in names)
+    assert one.digest == two.digest and one.code != two.code and one.code[:16] in one.note
+    assert not np.allclose(one.apply(pictures()).x, two.apply(pictures()).x)
+
+
 def test_a_rows_features_do_not_depend_on_the_other_rows():
     data, net = pictures(40), backbone(small())
     apart = np.stack([backbones._runner(net)(row[None])[0] for row in data.x])

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from fedveil.data.functions import import_function, is_function
 from fedveil.data.rows import Dataset
 from fedveil.data.text import decode, is_text
 from fedveil.errors import UserError, did_you_mean
+from fedveil.models.fingerprint import fingerprint
 
 AT_ONCE = 16  # rows of a batch; always full, so that a row's neighbours do not decide how it is computed
 KEEP_EVERY = 2000  # rows after which features are written down
@@ -51,7 +52,9 @@ Net = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Backbone:
     """A frozen public network. `make` builds it when it is first needed. kind: what rows it takes. size: images are resized
-    to size x size (0: taken as they are). centre: public constants that are subtracted from the outputs."""
+    to size x size (0: taken as they are). centre: public constants that are subtracted from the outputs. code: digest of the
+    network's code, where `digest` is that of a file of weights. keeps: outputs are kept; not where the network holds something
+    that no digest sees."""
 
     name: str
     kind: Literal["images", "texts", "rows"]
@@ -62,12 +65,15 @@ class Backbone:
     size: int = 0
     centre: np.ndarray | None = None
     views: int = 1  # 2: the mean over an image and its mirror image
+    code: str = ""
+    keeps: bool = True
 
     @property
     def note(self) -> str:
         """What reports and ledgers say about it."""
+        code = f", code {self.code[:16]}" if self.code else ""
         return (
-            f"public backbone {self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}; "
+            f"public backbone {self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}{code}; "
             "frozen, each example alone, not paid for by epsilon: with public pre-training"
         )
 
@@ -288,13 +294,10 @@ READY: dict[str, Callable[[int], Backbone]] = {
 
 
 def _of_module(net: nn.Module, name: str, size: int, licence: str, origin: str) -> Backbone:
-    """Weights, buffers and the printed architecture make the digest."""
-    mark = hashlib.sha256(repr(net).encode())
-    for key, value in sorted(net.state_dict().items()):
-        mark.update(key.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     frozen = net.eval()
+    digest, whole = fingerprint(frozen)
     return Backbone(
-        name, "images" if size else "rows", lambda: frozen, origin, licence, mark.hexdigest(), size=size
+        name, "images" if size else "rows", lambda: frozen, origin, licence, digest, size=size, keeps=whole
     )
 
 
@@ -321,9 +324,12 @@ def _of_file(path: Path, name: str, size: int, module: str, licence: str, origin
             raise UserError(f"backbone: {path} cannot be loaded ({str(broken)[:200]}).") from broken
 
     about = origin or f"the file {path.name}"
-    return Backbone(
-        name or path.stem, "images" if size else "rows", make, about, licence, digest, size=size
-    )
+    found = Backbone(name or path.stem, "images" if size else "rows", make, about, licence, digest, size=size)
+    if path.suffix != ".safetensors":
+        return found
+    net = make()  # the other kinds of files hold their code; here it is the caller's, and may change under the same weights
+    code, whole = fingerprint(cast(nn.Module, net))
+    return replace(found, make=lambda: net, code=code, keeps=whole)
 
 
 def _onnx(path: Path) -> Net:
@@ -353,12 +359,13 @@ def _kept(net: Backbone, x: np.ndarray) -> np.ndarray:
     """Outputs for all rows; what the folder does not know yet is computed, and written down as it comes."""
     folder = cache_folder() / f"backbone-{net.name.rpartition('/')[2]}-{_mark(net)}"
     marks = [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).digest() for row in x]
-    known = _read(folder)
+    known = _read(folder) if net.keeps else {}
     missing = [at for at, mark in enumerate(marks) if mark not in known]
     missing = list({marks[at]: at for at in missing}.values())  # equal rows once
     if net.kind == "texts":
         missing.sort(key=lambda at: int((x[at] != 0).sum()))  # texts of like length share a batch
     run: Callable[[np.ndarray], np.ndarray] | None = None
+    kept = f"; kept in {folder}" if net.keeps else ""
     began = told = time.monotonic()
     for at in range(0, len(missing), KEEP_EVERY):
         part = missing[at : at + KEEP_EVERY]
@@ -370,19 +377,20 @@ def _kept(net: Backbone, x: np.ndarray) -> np.ndarray:
             if now - told > TELL_EVERY:
                 told, done = now, at + first + AT_ONCE
                 left = (now - began) * (len(missing) / done - 1)
-                print(f"backbone {net.name}: {done:,} of {len(missing):,} rows, {left:.0f} s left; kept in {folder}",
+                print(f"backbone {net.name}: {done:,} of {len(missing):,} rows, {left:.0f} s left{kept}",
                       file=sys.stderr, flush=True)  # fmt: skip
         values = np.concatenate(made)
         if not np.isfinite(values).all():
             raise UserError(f"backbone {net.name} gave a value that is not finite; check the data's range.")
-        _write(folder, [marks[row] for row in part], values)
+        if net.keeps:
+            _write(folder, [marks[row] for row in part], values)
         known.update(zip((marks[row] for row in part), values, strict=True))
     return np.stack([known[mark] for mark in marks]).astype(np.float32) if marks else np.zeros((0, 1), np.float32)
 
 
 def _mark(net: Backbone) -> str:
     views = f" {net.views}" if net.views > 1 else ""
-    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}{views}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}{net.code}{views}".encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
