@@ -53,9 +53,10 @@ def test_each_example_is_computed_once_and_kept_for_this_user_alone(private_fold
     net = backbone(small(), name="tiny")
     counted = replace(net, make=lambda: lambda x: calls.append(len(x)) or net.make()(x))
     first = counted.apply(data)
-    assert calls == [16]  # six rows in one full batch; the test rows are among them
+    trial = 4  # passes on made-up rows
+    assert calls == [16] * (trial + 1)  # six rows in one full batch; the test rows are among them
     again = counted.apply(replace(data, x=data.x[::-1].copy()))
-    assert calls == [16] and np.array_equal(again.x, first.x[::-1])
+    assert calls == [16] * (trial + 1) and np.array_equal(again.x, first.x[::-1])
     files = [path for path in private_folder.rglob("*") if path.is_file()]
     assert len(files) == 1 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
     assert all(stat.S_IMODE(path.parent.stat().st_mode) == 0o700 for path in files)
@@ -111,6 +112,39 @@ def test_a_rows_features_do_not_depend_on_the_other_rows():
     apart = np.stack([backbones._runner(net)(row[None])[0] for row in data.x])
     together = np.concatenate([backbones._runner(net)(data.x[at : at + 16]) for at in (0, 16, 32)])
     assert np.allclose(apart, together, atol=1e-6)
+
+
+class Code(nn.Module):
+    """A module around a function."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: 1e-6 * (x - x.mean(0)),
+        lambda x: nn.functional.dropout(x, 0.5, training=True),
+        lambda x: x + torch.arange(len(x)).reshape(-1, 1, 1, 1),
+        lambda x: x.cumsum(0),
+    ],
+)
+def test_a_network_that_mixes_examples_or_draws_is_refused(function, private_folder):
+    with pytest.raises(UserError, match=r"tiny.*depends on the rest of its batch, or on chance"):
+        backbone(Code(function), name="tiny").apply(pictures())
+    assert not private_folder.exists()
+
+
+def test_whole_numbers_are_tried_as_whole_numbers():
+    table = nn.Embedding(2, 3)
+    rows = backbone(Code(lambda x: table(x.long())), name="tiny").rows(np.array([[0, 1], [1, 1]]))
+    assert rows.shape == (2, 6)
 
 
 @pytest.mark.parametrize("kind", ["pt", "pt2", "safetensors", "onnx"])
