@@ -193,6 +193,25 @@ def onnx_mean_of_channels() -> bytes:
     )  # fmt: skip
 
 
+def ran(tmp_path, data: fv.Dataset, **more) -> fv.Result:
+    return fv.run("fed-cdp-sound", data=data, rounds=1, clients=2, partition="iid", out=tmp_path / "run", **more)
+
+
+def test_the_ledger_names_the_public_backbone_and_no_epsilon_moves(tmp_path):
+    from fedveil.federation.share import share
+    from fedveil.federation.store import open_run
+
+    net = backbone(small(), name="tiny", licence="MIT", origin="drawn")
+    data = net.apply(pictures(24))
+    result = ran(tmp_path, data)
+    book = open_run(tmp_path / "run").ledger()
+    assert book.header.public == (net.note,) and "with public pre-training" in net.note
+    share(open_run(tmp_path / "run"), tmp_path / "copy")
+    assert net.note in (tmp_path / "copy" / "shareable-ledger.json").read_text()
+    plain = fv.run("fed-cdp-sound", data=replace(data, notes=()), rounds=1, clients=2, partition="iid", out=tmp_path / "plain")
+    assert plain.ledger == result.ledger and open_run(tmp_path / "plain").ledger().header.public == ()
+
+
 def test_refusals_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Unknown backbone 'minilmm'.*minilm"):
         backbone("minilmm")

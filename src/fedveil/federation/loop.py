@@ -48,6 +48,7 @@ from fedveil.federation.round import (
 from fedveil.jsons import Document, JsonObject
 from fedveil.keys import derive, entropy
 from fedveil.models import features, nets
+from fedveil.models.backbones import named_in
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
@@ -699,6 +700,7 @@ def header_of(prepared: Prepared) -> Header:
         committed=committed,
         config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
+        public=named_in(prepared.notes),
     )
 
 

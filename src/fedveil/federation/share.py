@@ -38,7 +38,9 @@ def shareable(run: store.Run) -> dict[str, bytes]:
     if "dataset" in told:
         told["dataset"] = _named(told["dataset"])
     book = run.ledger()
-    table = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
+    table: Document = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
+    if book.header.public:
+        table["public"] = list(book.header.public)
     return {
         "shareable-run.json": _json(facts),
         "shareable-metrics.jsonl": b"".join(_json(line, None) for line in lines),

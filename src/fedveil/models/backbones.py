@@ -23,9 +23,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -44,6 +45,8 @@ AT_ONCE = 16  # rows of a batch; always full, so that a row's neighbours do not 
 KEEP_EVERY = 2000  # rows after which features are written down
 TELL_EVERY = 10.0  # seconds
 VERSION = 1
+NOTE = "public backbone "
+_DIGESTS = re.compile(r"sha256 [0-9a-f]{16}(, code [0-9a-f]{16})?(?=; frozen, each example alone)")
 INSTALL = "pip install 'fedveil[backbones]'"
 
 Net = Callable[[torch.Tensor], torch.Tensor]
@@ -74,7 +77,7 @@ class Backbone:
         """What reports and ledgers say about it."""
         code = f", code {self.code[:16]}" if self.code else ""
         return (
-            f"public backbone {self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}{code}; "
+            f"{NOTE}{self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}{code}; "
             "frozen, each example alone, not paid for by epsilon: with public pre-training"
         )
 
@@ -107,6 +110,16 @@ class Backbone:
                 f"backbone {self.name} takes {needs}, but examples of '{dataset.name}' have shape "
                 f"{list(dataset.shape)}; choose another backbone or other features."
             )
+
+
+def named_in(notes: Iterable[str]) -> tuple[str, ...]:
+    """Those of a dataset's or a run's notes that name a public backbone."""
+    return tuple(note for note in notes if note.startswith(NOTE))
+
+
+def digests_in(notes: Iterable[str]) -> list[str]:
+    """The digests of the backbones that notes name."""
+    return [found.group() for note in named_in(notes) if (found := _DIGESTS.search(note))]
 
 
 def backbone(
