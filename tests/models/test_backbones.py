@@ -212,6 +212,42 @@ def test_the_ledger_names_the_public_backbone_and_no_epsilon_moves(tmp_path):
     assert plain.ledger == result.ledger and open_run(tmp_path / "plain").ledger().header.public == ()
 
 
+def traced(path, seed: int) -> None:
+    torch.manual_seed(seed)
+    torch.jit.trace(nn.Linear(30, 4), torch.zeros(16, 30)).save(str(path))
+
+
+def test_a_run_does_not_resume_behind_another_backbone(tmp_path):
+    from fedveil.federation.config import load_config
+    from fedveil.federation.loop import run
+
+    path = tmp_path / "net.pt"
+    more = ["dataset=cancer", "rounds=1", "clients=2", "report=false", f"features=backbone:{path}"]
+    config = load_config("fed-cdp-sound", more)
+    traced(path, 0)
+    run(config, tmp_path / "run")
+    run(config, tmp_path / "run", resume=True)
+    records = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    traced(path, 1)
+    with pytest.raises(UserError, match=r"--resume: the public backbone is not that of the run.*start a new run"):
+        run(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == records
+
+
+def test_a_shareable_copy_does_not_say_where_a_backbone_lies(tmp_path):
+    from fedveil.federation.config import load_config
+    from fedveil.federation.loop import run
+    from fedveil.federation.share import share
+    from fedveil.federation.store import open_run
+
+    traced(tmp_path / "net.pt", 0)
+    more = ["dataset=cancer", "rounds=1", "clients=2", "report=false", f"features=backbone:{tmp_path / 'net.pt'},size=0"]
+    run(load_config("fed-cdp-sound", more), tmp_path / "run")
+    share(open_run(tmp_path / "run"), tmp_path / "copy")
+    text = "".join(path.read_text() for path in (tmp_path / "copy").glob("shareable*.json*"))
+    assert '"backbone:net.pt,size=0"' in text and str(tmp_path) not in text
+
+
 def test_refusals_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Unknown backbone 'minilmm'.*minilm"):
         backbone("minilmm")
