@@ -267,12 +267,14 @@ def _kept(x: np.ndarray) -> np.ndarray:
 
 
 def _keep(name: str, write: Callable[[BinaryIO], None]) -> Path:
-    """The file of that name in the folder FEDVEIL_CACHE, written completely or not at all."""
+    """The file of that name in the folder FEDVEIL_CACHE, for this user alone, written completely or not at all."""
     path = Path(os.environ["FEDVEIL_CACHE"]) / name
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_suffix(f".{os.getpid()}.tmp")
-        with part.open("wb") as file:
+        # As private as the images; a file that an interrupted process of the same number left keeps its rights, so it goes first.
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             write(file)
         os.replace(part, path)
     return path
