@@ -266,6 +266,47 @@ def test_refusals_say_what_to_do(tmp_path, monkeypatch):
         backbone("efficientnet-lite0")
 
 
+def broken_files(folder) -> dict[str, str]:
+    """Files that no reader takes, and what the refusal says to do."""
+    (folder / "a.pt2").write_bytes(b"x")
+    (folder / "a.safetensors").write_bytes(b"x")
+    torch.save(small().state_dict(), folder / "new.pt")
+    torch.save(small().state_dict(), folder / "former.pt", _use_new_zipfile_serialization=False)
+    return {
+        "a.pt2": "write or fetch it again", "a.safetensors": "module= build", "new.pt": r"written by torch\.save.*safetensors",
+        "former.pt": r"written by torch\.save.*safetensors",
+    }  # fmt: skip
+
+
+def test_files_that_cannot_be_read_are_refused_with_what_to_do(tmp_path):
+    for name, words in broken_files(tmp_path).items():
+        module = "torch.nn:Identity" if name.endswith("safetensors") else ""
+        with pytest.raises(UserError, match=words):
+            backbone(tmp_path / name, module=module).apply(pictures())
+
+
+def test_a_network_with_another_fixed_batch_is_refused_with_what_to_do(tmp_path):
+    torch.export.save(torch.export.export(small().eval(), (torch.zeros(2, 3, 8, 8),)), tmp_path / "two.pt2")
+    with pytest.raises(UserError, match="export it with a free batch size, or with 16"):
+        backbone(tmp_path / "two.pt2").apply(pictures())
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:1], lambda x: x.sum(), lambda x: (x, x)])
+def test_outputs_that_are_not_one_row_for_each_example_are_refused(function):
+    net = small()
+    net.forward = function
+    with pytest.raises(UserError, match="one row for each"):
+        backbone(net, name="tiny").apply(pictures())
+
+
+def test_a_configuration_states_licence_and_origin(tmp_path):
+    traced(tmp_path / "net.pt", 0)
+    made = features.apply(fv.load("cancer"), f"backbone:{tmp_path / 'net.pt'},licence=CC BY 4.0,origin=https://example.org/net")
+    assert "public backbone net: https://example.org/net; licence CC BY 4.0; sha256" in made.notes[-1]
+    with pytest.raises(UserError, match="are known"):
+        features.apply(fv.load("digits"), "backbone:efficientnet-lite0,licence=MIT")
+
+
 def test_weights_with_another_digest_are_refused(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(b"not the public weights")

@@ -26,6 +26,7 @@ import os
 import re
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ KEEP_EVERY = 2000  # rows after which features are written down
 TELL_EVERY = 10.0  # seconds
 VERSION = 1
 NOTE = "public backbone "
+NOT_STATED = "not stated"
 _DIGESTS = re.compile(r"sha256 [0-9a-f]{16}(, code [0-9a-f]{16})?(?=; frozen, each example alone)")
 INSTALL = "pip install 'fedveil[backbones]'"
 
@@ -129,7 +131,7 @@ def backbone(
     size: int = 0,
     module: str = "",
     centre: str = "",
-    licence: str = "not stated",
+    licence: str = NOT_STATED,
     origin: str = "",
 ) -> Backbone:
     """A public backbone: a ready name, a file, package.module:function or a torch module.
@@ -142,6 +144,8 @@ def backbone(
         return _of_module(source, name or type(source).__name__, size, licence, origin or "a module of the caller")
     text = os.fspath(source)
     if text in READY:
+        if licence != NOT_STATED or origin:
+            raise UserError(f"backbone {text}: its licence and origin are known; leave licence and origin out.")
         return replace(_centred(READY[text](size), centre), ready=True)
     if centre:
         raise UserError(f"centre = {centre!r} is for the ready backbones ({', '.join(READY)}), not for '{text}'.")
@@ -334,8 +338,11 @@ def _of_file(path: Path, name: str, size: int, module: str, licence: str, origin
     def make() -> Net:
         try:
             return loaders[path.suffix]()
-        except (RuntimeError, ValueError, OSError, KeyError, TypeError) as broken:
-            raise UserError(f"backbone: {path} cannot be loaded ({str(broken)[:200]}).") from broken
+        except UserError:
+            raise
+        except Exception as broken:  # whatever readers say of damaged files, and the caller's own code of what it was given
+            why = f"{type(broken).__name__}: {str(broken)[:200]}"
+            raise UserError(f"backbone: {path} cannot be loaded ({why}). {_instead(path)}") from broken
 
     about = origin or f"the file {path.name}"
     found = Backbone(name or path.stem, "images" if size else "rows", make, about, licence, digest, size=size)
@@ -344,6 +351,30 @@ def _of_file(path: Path, name: str, size: int, module: str, licence: str, origin
     net = make()  # the other kinds of files hold their code; here it is the caller's, and may change under the same weights
     code, whole = fingerprint(cast(nn.Module, net))
     return replace(found, make=lambda: net, code=code, keeps=whole)
+
+
+def _instead(path: Path) -> str:
+    """What to do about a file that cannot be loaded."""
+    if path.suffix in (".pt", ".ts") and _is_pickle(path):
+        return (
+            "It was written by torch.save, which holds weights or Python objects, not TorchScript: save the weights with "
+            "safetensors.torch.save_file and give backbone:FILE.safetensors,module=package.module:function, or export "
+            "the network with torch.export.save (.pt2)."
+        )
+    if path.suffix == ".safetensors":
+        return "Fetch the file again if it is damaged; else let module= build the network that these weights are of."
+    kind = {".onnx": "ONNX", ".pt2": "torch.export.save"}.get(path.suffix, "TorchScript")
+    return f"It is no whole file of {kind}: write or fetch it again."
+
+
+def _is_pickle(path: Path) -> bool:
+    """Written by torch.save, in today's form or the former one; nothing is unpickled."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            return file.read(1) == b"\x80"
+    with zipfile.ZipFile(path) as parts:
+        names = {name.rpartition("/")[2] for name in parts.namelist()}
+    return "data.pkl" in names and "constants.pkl" not in names
 
 
 def _onnx(path: Path) -> Net:
@@ -362,6 +393,8 @@ def _safetensors(path: Path, module: str) -> Net:
     from safetensors.torch import load_file
 
     net = import_function(module)()
+    if not isinstance(net, nn.Module):
+        raise UserError(f"'{module}' returned a {type(net).__name__}; a backbone is a torch.nn.Module.")
     net.load_state_dict(load_file(path))
     return net.eval()
 
@@ -455,10 +488,16 @@ def _runner(net: Backbone) -> Callable[[np.ndarray], np.ndarray]:
         try:
             with torch.inference_mode():
                 out = network(enter(full))
-        except (RuntimeError, ValueError, TypeError) as wrong:
-            raise UserError(f"backbone {net.name} does not take these examples: {str(wrong)[:200]}") from wrong
+        except Exception as wrong:  # any code may run here
+            raise UserError(
+                f"backbone {net.name} does not take these examples: {type(wrong).__name__}: {str(wrong)[:200]}. It gets "
+                f"batches of {AT_ONCE} rows of shape {list(x.shape[1:])}; export it with a free batch size, or with {AT_ONCE}."
+            ) from wrong
         finally:
             torch.set_num_threads(before)
+        if not isinstance(out, torch.Tensor) or not out.ndim or len(out) != AT_ONCE:
+            got = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise UserError(f"backbone {net.name} gives {got} for {AT_ONCE} examples; a tensor with one row for each is needed.")
         return out.reshape(AT_ONCE, -1)[: len(x)].float().numpy()
 
     return run
