@@ -53,7 +53,7 @@ PROMISE: dict[str, str] = {
     "sum_threshold": "yes: with `secure_sum`",
     "sum_colluders": "yes: with `secure_sum`",
     "seed": "no, but whoever knows it can take the noise off: rows of seeded runs say `simulated`",
-    "engine": "no; but where `auto` has to take the graph engine, rows are `nominal`: its sums are not proven",
+    "engine": "no: all keep the clip bound in floating point ([clips](../clipping.md))",
     "workers": "no",
     "chunk": "no",
     "device": "no",

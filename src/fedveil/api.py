@@ -450,11 +450,16 @@ def make_private(
 
 
 def _dotted(settings: Mapping[str, object]) -> Document:
-    """Keywords as keys: clip_bound is clip.bound; a loss that is a function by its name."""
-    return {
-        key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: loss_names.named(value) if key == "loss" else value
-        for key, value in settings.items()
-    }
+    """Keywords as keys: clip_bound is clip.bound; a loss and metrics that are functions by their names."""
+    found = {key.replace("clip_", "clip.", 1) if key.startswith("clip_") else key: value for key, value in settings.items()}
+    if "loss" in found:
+        found["loss"] = loss_names.named(found["loss"])
+    if "metrics" in found:
+        given = found["metrics"]
+        other = "; result.evaluate(x, y, metrics=[…]) takes any function"
+        wanted = list(given) if isinstance(given, list | tuple) else [given]
+        found["metrics"] = [loss_names.named(one, "metrics", other) for one in wanted]
+    return found
 
 
 def _folder(out: str | Path | None) -> Path:

@@ -366,3 +366,11 @@ def test_plain_data_has_nothing_json_cannot_hold() -> None:
 
     data = {"a": np.float64(1.5), "b": [np.int64(2), float("nan")], 3: (Path("x"), np.array([1, 2]))}
     assert plain(data) == {"a": 1.5, "b": [2, None], "3": ["x", [1, 2]]}
+
+
+def test_a_ledger_shows_what_was_trained_elsewhere_on_public_data(run, tmp_path):
+    note = "public backbone tiny: drawn; licence MIT; sha256 0123456789abcdef; with public pre-training"
+    Ledger.create(tmp_path / "ledger.jsonl", Header(1e-6, 2, public=(note,))).close()
+    assert Ledger.read(tmp_path / "ledger.jsonl").header.public == (note,)
+    code, shown, _ = run("ledger", tmp_path)
+    assert code == 0 and note[1:] in " ".join(shown.split())

@@ -7,6 +7,7 @@ import pytest
 
 from fedveil.errors import UserError
 from fedveil.federation.config import RunConfig, load_config, make_config, shipped
+from fedveil.training import pool
 
 
 def test_a_recipes_name_is_a_configuration_on_cancer():
@@ -87,3 +88,8 @@ def test_reading_a_configuration_loads_no_torch():
     code += "; import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("engine", pool.ENGINES)
+def test_every_engine_can_be_named(engine):
+    assert load_config("fed-cdp-sound", [f"engine={engine}"]).engine == engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import stat
 
 import numpy as np
 import pytest
@@ -252,6 +253,8 @@ def test_kept_features_are_the_same_and_are_read_again(few_pictures, tmp_path, m
     monkeypatch.setattr(features, "_projected", lambda *_: pytest.fail("computed again"))
     np.testing.assert_allclose(compute(x, dataclasses.replace(front, ridge=0.1))[:, 0] != 0, True)
     assert file.suffix == ".npy"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kept").iterdir()} == {0o600}  # as private as the images
+    assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(

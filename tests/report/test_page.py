@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markupsafe import Markup
+from torch import nn
 
+import fedveil as fv
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run as simulate
@@ -53,6 +55,19 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     target = tmp_path / "copy"
     shutil.copytree(folder, target)
     return target
+
+
+def test_a_public_backbone_is_named_beside_what_is_promised(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "kept"))
+    rng = np.random.default_rng(0)
+    x, y = rng.random((24, 4), np.float32), np.arange(24) % 2
+    net = fv.backbone(nn.Linear(4, 3), name="tiny", licence="MIT", origin="made <here>")
+    data = net.apply(fv.dataset(x, y, x, y, classes=2))
+    fv.run("fed-cdp-sound", data=data, rounds=1, clients=2, partition="iid", report=False, out=tmp_path / "run")
+    shown = text_of(page([tmp_path / "run"], tmp_path))
+    promised = shown[shown.index("What is promised to whom") : shown.index("What attacks got")]
+    assert f"Not covered by any ε: public backbone tiny: made <here>; licence MIT; sha256 {net.digest[:16]};" in promised
+    assert "with public pre-training" in promised
 
 
 def text_of(html: str) -> str:

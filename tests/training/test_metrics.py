@@ -89,3 +89,14 @@ def test_a_configuration_that_names_a_function_needs_the_users_word():
     with pytest.raises(UserError, match="--trust-code"):
         refuse_named_code(config, trust=False)
     refuse_named_code(config, trust=True)
+
+
+def share_of_zeros(outputs: np.ndarray, truth: np.ndarray) -> float:
+    return float((outputs.argmax(1) == 0).mean())
+
+
+def test_a_run_takes_functions_that_its_folder_can_name(tmp_path):
+    result = fv.run("non-private", data="cancer", rounds=1, clients=2, metrics=[share_of_zeros, "auc"], out=tmp_path / "run")
+    assert 0 <= result.facts["test_share_of_zeros"] <= 1 and "test_auc" in result.facts
+    with pytest.raises(UserError, match=r"metrics: give a name.*top of a module.*result.evaluate"):
+        fv.run("non-private", data="cancer", rounds=1, clients=2, metrics=[lambda outputs, truth: 0.0], out=tmp_path / "other")

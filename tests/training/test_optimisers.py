@@ -37,7 +37,7 @@ def test_ten_steps_equal_torchs(ours, theirs):
 
 
 @pytest.mark.parametrize("rule", ["adam", "adamw:decay=0.1", "sgd"])
-@pytest.mark.parametrize("engine", ["stacked", "functional", "auto"])
+@pytest.mark.parametrize("engine", ["stacked", "graph", "functional", "auto"])
 def test_every_engine_takes_the_same_steps_as_the_reference(rule, engine):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))

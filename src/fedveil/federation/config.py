@@ -145,7 +145,7 @@ class RunConfig(BaseModel):
     sum_colluders: int = Field(1, ge=0, description="nodes that may collude with the server of a secure sum")
 
     seed: int = 0
-    engine: Literal["auto", "native", "torch", "stacked", "functional", "reference"] = "auto"
+    engine: Literal["auto", "native", "torch", "stacked", "graph", "functional", "reference"] = "auto"
     workers: int = Field(1, ge=1)
     chunk: int | None = Field(None, ge=1)
     device: str = "cpu"

@@ -48,6 +48,7 @@ from fedveil.federation.round import (
 from fedveil.jsons import Document, JsonObject
 from fedveil.keys import derive, entropy
 from fedveil.models import features, nets
+from fedveil.models.backbones import digests_in, named_in
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Header, Ledger, commit
@@ -602,7 +603,14 @@ def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
             f"--resume: {folder} was planned for {before.rounds} rounds. Adding rounds after its results were seen is not "
             "covered by its promise; start a new run with the rounds you want, or with target_epsilon as their limit"
         )
-    made_with = store.read_json(folder / "run.json").get("identity")
+    facts = store.read_json(folder / "run.json")
+    made_with = facts.get("identity")
+    if digests_in(facts.get("notes") or ()) != digests_in(prepared.notes):
+        told = "; ".join(named_in(prepared.notes)) or "none"
+        raise UserError(
+            f"--resume: the public backbone is not that of the run in {folder} (today: {told}): its file, its code, Python or "
+            "torch changed. Put the former one back, or start a new run"
+        )
     if loss_names.own(config.loss) and not changed and made_with != config_hash(config):
         raise UserError(f"--resume: the files of the loss '{config.loss}' are not those of the run in {folder}; start a new run")
     if changed and not (longer and config.learning_rate_end is None and not config.average):
@@ -699,6 +707,7 @@ def header_of(prepared: Prepared) -> Header:
         committed=committed,
         config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
+        public=named_in(prepared.notes),
     )
 
 

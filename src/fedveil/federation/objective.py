@@ -22,6 +22,7 @@ from fedveil.federation import folder as run_folder
 from fedveil.federation import store
 from fedveil.jsons import JsonObject
 from fedveil.keys import derive, entropy
+from fedveil.models.backbones import named_in
 from fedveil.privacy import checks
 from fedveil.privacy.events import Claim, Event, Noise, Release
 from fedveil.privacy.ledger import Header
@@ -77,7 +78,7 @@ def objective_perturbation(
         stack.enter_context(run_folder.hold(target))
         if (target / "ledger.jsonl").exists():
             raise UserError(f"{target} already holds a ledger; choose another folder")
-        kept = {"sizes": (len(rows),), "planned_rounds": 1, "config": "objective perturbation"}
+        kept = {"sizes": (len(rows),), "planned_rounds": 1, "config": "objective perturbation", "public": named_in(data.notes)}
         header = Header(delta, 1, simulated=not secure_noise, **kept)  # type: ignore[arg-type]
         ledger = stack.enter_context(run_folder.open_ledger(target, lambda: header))
         # Before the solver runs: whether it settles depends on the rows.

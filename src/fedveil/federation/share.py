@@ -31,6 +31,7 @@ def shareable(run: store.Run) -> dict[str, bytes]:
     """
     config = {k: v for k, v in run.config.model_dump().items() if k not in SECRET_KEYS}
     config["dataset"] = _named(config["dataset"])
+    config["features"] = _features(config["features"])
     facts = {"config": config, **{k: run.facts[k] for k in FACTS if k in run.facts}}
     lines = [{k: v for k, v in line.items() if k in METRICS or k.startswith(MEASURED)} for line in run.metrics]
     result = run.result or {}
@@ -38,7 +39,9 @@ def shareable(run: store.Run) -> dict[str, bytes]:
     if "dataset" in told:
         told["dataset"] = _named(told["dataset"])
     book = run.ledger()
-    table = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
+    table: Document = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
+    if book.header.public:
+        table["public"] = list(book.header.public)
     return {
         "shareable-run.json": _json(facts),
         "shareable-metrics.jsonl": b"".join(_json(line, None) for line in lines),
@@ -83,6 +86,14 @@ def share(run: store.Run, out: Path, model: bool = False) -> Document:
 def _named(dataset: str) -> str:
     """A dataset's name without the folder that it lies in."""
     return Path(dataset).name
+
+
+def _features(text: str | None) -> str | None:
+    """Features without the folder that a backbone's file lies in."""
+    if text is None or not text.startswith("backbone:"):
+        return text
+    name, comma, options = text.removeprefix("backbone:").partition(",")
+    return f"backbone:{_named(name)}{comma}{options}"
 
 
 def _json(value: object, indent: int | None = 2) -> bytes:

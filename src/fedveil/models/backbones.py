@@ -23,12 +23,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -38,11 +40,15 @@ from fedveil.data.functions import import_function, is_function
 from fedveil.data.rows import Dataset
 from fedveil.data.text import decode, is_text
 from fedveil.errors import UserError, did_you_mean
+from fedveil.models.fingerprint import fingerprint
 
 AT_ONCE = 16  # rows of a batch; always full, so that a row's neighbours do not decide how it is computed
 KEEP_EVERY = 2000  # rows after which features are written down
 TELL_EVERY = 10.0  # seconds
 VERSION = 1
+NOTE = "public backbone "
+NOT_STATED = "not stated"
+_DIGESTS = re.compile(r"sha256 [0-9a-f]{16}(, code [0-9a-f]{16})?(?=; frozen, each example alone)")
 INSTALL = "pip install 'fedveil[backbones]'"
 
 Net = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +57,9 @@ Net = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Backbone:
     """A frozen public network. `make` builds it when it is first needed. kind: what rows it takes. size: images are resized
-    to size x size (0: taken as they are). centre: public constants that are subtracted from the outputs."""
+    to size x size (0: taken as they are). centre: public constants that are subtracted from the outputs. code: digest of the
+    network's code, where `digest` is that of a file of weights. keeps: outputs are kept; not where the network holds something
+    that no digest sees. ready: comes with fedveil, so that it needs no trial."""
 
     name: str
     kind: Literal["images", "texts", "rows"]
@@ -62,12 +70,16 @@ class Backbone:
     size: int = 0
     centre: np.ndarray | None = None
     views: int = 1  # 2: the mean over an image and its mirror image
+    code: str = ""
+    keeps: bool = True
+    ready: bool = False
 
     @property
     def note(self) -> str:
         """What reports and ledgers say about it."""
+        code = f", code {self.code[:16]}" if self.code else ""
         return (
-            f"public backbone {self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}; "
+            f"{NOTE}{self.name}: {self.origin}; licence {self.licence}; sha256 {self.digest[:16]}{code}; "
             "frozen, each example alone, not paid for by epsilon: with public pre-training"
         )
 
@@ -102,6 +114,16 @@ class Backbone:
             )
 
 
+def named_in(notes: Iterable[str]) -> tuple[str, ...]:
+    """Those of a dataset's or a run's notes that name a public backbone."""
+    return tuple(note for note in notes if note.startswith(NOTE))
+
+
+def digests_in(notes: Iterable[str]) -> list[str]:
+    """The digests of the backbones that notes name."""
+    return [found.group() for note in named_in(notes) if (found := _DIGESTS.search(note))]
+
+
 def backbone(
     source: str | os.PathLike[str] | nn.Module,
     *,
@@ -109,7 +131,7 @@ def backbone(
     size: int = 0,
     module: str = "",
     centre: str = "",
-    licence: str = "not stated",
+    licence: str = NOT_STATED,
     origin: str = "",
 ) -> Backbone:
     """A public backbone: a ready name, a file, package.module:function or a torch module.
@@ -122,7 +144,9 @@ def backbone(
         return _of_module(source, name or type(source).__name__, size, licence, origin or "a module of the caller")
     text = os.fspath(source)
     if text in READY:
-        return _centred(READY[text](size), centre)
+        if licence != NOT_STATED or origin:
+            raise UserError(f"backbone {text}: its licence and origin are known; leave licence and origin out.")
+        return replace(_centred(READY[text](size), centre), ready=True)
     if centre:
         raise UserError(f"centre = {centre!r} is for the ready backbones ({', '.join(READY)}), not for '{text}'.")
     if text.endswith((".onnx", ".pt", ".ts", ".pt2", ".safetensors")):
@@ -288,13 +312,10 @@ READY: dict[str, Callable[[int], Backbone]] = {
 
 
 def _of_module(net: nn.Module, name: str, size: int, licence: str, origin: str) -> Backbone:
-    """Weights, buffers and the printed architecture make the digest."""
-    mark = hashlib.sha256(repr(net).encode())
-    for key, value in sorted(net.state_dict().items()):
-        mark.update(key.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     frozen = net.eval()
+    digest, whole = fingerprint(frozen)
     return Backbone(
-        name, "images" if size else "rows", lambda: frozen, origin, licence, mark.hexdigest(), size=size
+        name, "images" if size else "rows", lambda: frozen, origin, licence, digest, size=size, keeps=whole
     )
 
 
@@ -317,13 +338,43 @@ def _of_file(path: Path, name: str, size: int, module: str, licence: str, origin
     def make() -> Net:
         try:
             return loaders[path.suffix]()
-        except (RuntimeError, ValueError, OSError, KeyError, TypeError) as broken:
-            raise UserError(f"backbone: {path} cannot be loaded ({str(broken)[:200]}).") from broken
+        except UserError:
+            raise
+        except Exception as broken:  # whatever readers say of damaged files, and the caller's own code of what it was given
+            why = f"{type(broken).__name__}: {str(broken)[:200]}"
+            raise UserError(f"backbone: {path} cannot be loaded ({why}). {_instead(path)}") from broken
 
     about = origin or f"the file {path.name}"
-    return Backbone(
-        name or path.stem, "images" if size else "rows", make, about, licence, digest, size=size
-    )
+    found = Backbone(name or path.stem, "images" if size else "rows", make, about, licence, digest, size=size)
+    if path.suffix != ".safetensors":
+        return found
+    net = make()  # the other kinds of files hold their code; here it is the caller's, and may change under the same weights
+    code, whole = fingerprint(cast(nn.Module, net))
+    return replace(found, make=lambda: net, code=code, keeps=whole)
+
+
+def _instead(path: Path) -> str:
+    """What to do about a file that cannot be loaded."""
+    if path.suffix in (".pt", ".ts") and _is_pickle(path):
+        return (
+            "It was written by torch.save, which holds weights or Python objects, not TorchScript: save the weights with "
+            "safetensors.torch.save_file and give backbone:FILE.safetensors,module=package.module:function, or export "
+            "the network with torch.export.save (.pt2)."
+        )
+    if path.suffix == ".safetensors":
+        return "Fetch the file again if it is damaged; else let module= build the network that these weights are of."
+    kind = {".onnx": "ONNX", ".pt2": "torch.export.save"}.get(path.suffix, "TorchScript")
+    return f"It is no whole file of {kind}: write or fetch it again."
+
+
+def _is_pickle(path: Path) -> bool:
+    """Written by torch.save, in today's form or the former one; nothing is unpickled."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            return file.read(1) == b"\x80"
+    with zipfile.ZipFile(path) as parts:
+        names = {name.rpartition("/")[2] for name in parts.namelist()}
+    return "data.pkl" in names and "constants.pkl" not in names
 
 
 def _onnx(path: Path) -> Net:
@@ -342,6 +393,8 @@ def _safetensors(path: Path, module: str) -> Net:
     from safetensors.torch import load_file
 
     net = import_function(module)()
+    if not isinstance(net, nn.Module):
+        raise UserError(f"'{module}' returned a {type(net).__name__}; a backbone is a torch.nn.Module.")
     net.load_state_dict(load_file(path))
     return net.eval()
 
@@ -353,16 +406,17 @@ def _kept(net: Backbone, x: np.ndarray) -> np.ndarray:
     """Outputs for all rows; what the folder does not know yet is computed, and written down as it comes."""
     folder = cache_folder() / f"backbone-{net.name.rpartition('/')[2]}-{_mark(net)}"
     marks = [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).digest() for row in x]
-    known = _read(folder)
+    known = _read(folder) if net.keeps else {}
     missing = [at for at, mark in enumerate(marks) if mark not in known]
     missing = list({marks[at]: at for at in missing}.values())  # equal rows once
     if net.kind == "texts":
         missing.sort(key=lambda at: int((x[at] != 0).sum()))  # texts of like length share a batch
     run: Callable[[np.ndarray], np.ndarray] | None = None
+    kept = f"; kept in {folder}" if net.keeps else ""
     began = told = time.monotonic()
     for at in range(0, len(missing), KEEP_EVERY):
         part = missing[at : at + KEEP_EVERY]
-        run = run or _runner(net)
+        run = run or _tried(net, x)
         made = []
         for first in range(0, len(part), AT_ONCE):
             made.append(run(x[part[first : first + AT_ONCE]]))
@@ -370,19 +424,20 @@ def _kept(net: Backbone, x: np.ndarray) -> np.ndarray:
             if now - told > TELL_EVERY:
                 told, done = now, at + first + AT_ONCE
                 left = (now - began) * (len(missing) / done - 1)
-                print(f"backbone {net.name}: {done:,} of {len(missing):,} rows, {left:.0f} s left; kept in {folder}",
+                print(f"backbone {net.name}: {done:,} of {len(missing):,} rows, {left:.0f} s left{kept}",
                       file=sys.stderr, flush=True)  # fmt: skip
         values = np.concatenate(made)
         if not np.isfinite(values).all():
             raise UserError(f"backbone {net.name} gave a value that is not finite; check the data's range.")
-        _write(folder, [marks[row] for row in part], values)
+        if net.keeps:
+            _write(folder, [marks[row] for row in part], values)
         known.update(zip((marks[row] for row in part), values, strict=True))
     return np.stack([known[mark] for mark in marks]).astype(np.float32) if marks else np.zeros((0, 1), np.float32)
 
 
 def _mark(net: Backbone) -> str:
     views = f" {net.views}" if net.views > 1 else ""
-    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}{views}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{VERSION} {net.kind} {net.size} {net.digest}{net.code}{views}".encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
@@ -433,12 +488,38 @@ def _runner(net: Backbone) -> Callable[[np.ndarray], np.ndarray]:
         try:
             with torch.inference_mode():
                 out = network(enter(full))
-        except (RuntimeError, ValueError, TypeError) as wrong:
-            raise UserError(f"backbone {net.name} does not take these examples: {str(wrong)[:200]}") from wrong
+        except Exception as wrong:  # any code may run here
+            raise UserError(
+                f"backbone {net.name} does not take these examples: {type(wrong).__name__}: {str(wrong)[:200]}. It gets "
+                f"batches of {AT_ONCE} rows of shape {list(x.shape[1:])}; export it with a free batch size, or with {AT_ONCE}."
+            ) from wrong
         finally:
             torch.set_num_threads(before)
+        if not isinstance(out, torch.Tensor) or not out.ndim or len(out) != AT_ONCE:
+            got = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise UserError(f"backbone {net.name} gives {got} for {AT_ONCE} examples; a tensor with one row for each is needed.")
         return out.reshape(AT_ONCE, -1)[: len(x)].float().numpy()
 
+    return run
+
+
+def _tried(net: Backbone, x: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Its runner, after a trial on made-up examples like those of x: each must give alone what it gives among others.
+
+    Formal guarantee: none; a trial finds means over a batch and drawn numbers, and proves nothing about other code."""
+    run = _runner(net)
+    if net.ready:
+        return run
+    made = np.random.default_rng(0).random((AT_ONCE, *x.shape[1:]))
+    made = made.astype(x.dtype) if np.issubdtype(x.dtype, np.floating) else (made > 0.5).astype(x.dtype)
+    together, places = run(made), (0, AT_ONCE // 2, AT_ONCE - 1)
+    alone = np.concatenate([run(made[at : at + 1]) for at in places])
+    least = 1e-4 * float(np.nan_to_num(np.abs(together), posinf=0.0).max(initial=0.0))
+    if not np.allclose(alone, together[list(places)], rtol=1e-3, atol=least, equal_nan=True):
+        raise UserError(
+            f"backbone {net.name}: what it gives for an example depends on the rest of its batch, or on chance (dropout that "
+            "stays on), and no promise about single examples would hold; treat each example on its own, without drawn numbers."
+        )
     return run
 
 

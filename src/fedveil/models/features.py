@@ -39,7 +39,7 @@ from fedveil.data.constants import PIXEL_STATISTICS
 from fedveil.data.rows import Dataset
 from fedveil.data.text import decode, hashed_words, is_text
 from fedveil.errors import UserError, did_you_mean
-from fedveil.models.backbones import backbone, tokens
+from fedveil.models.backbones import NOT_STATED, backbone, tokens
 
 SCALES, ANGLES = 2, 8  # wavelets of two sizes in eight directions; one output cell per 4 x 4 pixels
 PICTURES = 4000  # drawn for the whitening; more change little
@@ -56,7 +56,7 @@ class FrontEnd:
     needs. constant: value of an added column. columns: which columns of a table to keep ("0-9+20"). low, high: their
     public ranges ("9.71+185.2"), which become [-1, 1]; values outside are clamped. scale: linear, or log for positive
     columns. length: rows are divided by their own length or by this, whichever is more; of tokens: how many are kept.
-    width: columns of hashed words. name, size, module, centre: of a backbone (models.backbones.backbone). mean,
+    width: columns of hashed words. name, size, module, centre, licence, origin: of a backbone (models.backbones). mean,
     deviation: public pixel statistics by channel; empty takes the published ones of the dataset, else the middle and
     half of the range."""
 
@@ -76,6 +76,8 @@ class FrontEnd:
     size: int = 0
     module: str = ""
     centre: str = ""
+    licence: str = NOT_STATED
+    origin: str = ""
 
 
 OPTIONS = {
@@ -84,7 +86,7 @@ OPTIONS = {
     "unit": ("constant", "columns", "low", "high", "scale", "length"),
     "words": ("width",),
     "tokens": ("length",),
-    "backbone": ("size", "module", "centre"),
+    "backbone": ("size", "module", "centre", "licence", "origin"),
 }
 
 
@@ -139,7 +141,8 @@ def apply(dataset: Dataset, text: str) -> Dataset:
     """
     front = parse(text)
     if front.kind == "backbone":
-        return backbone(front.name, size=front.size, module=front.module, centre=front.centre).apply(dataset)
+        options = {key: getattr(front, key) for key in OPTIONS["backbone"]}
+        return backbone(front.name, **options).apply(dataset)
     if front.kind == "standard":
         return _standardised(dataset, front)
     if is_text(dataset.x) != (front.kind in ("words", "tokens")):
@@ -267,12 +270,14 @@ def _kept(x: np.ndarray) -> np.ndarray:
 
 
 def _keep(name: str, write: Callable[[BinaryIO], None]) -> Path:
-    """The file of that name in the folder FEDVEIL_CACHE, written completely or not at all."""
+    """The file of that name in the folder FEDVEIL_CACHE, for this user alone, written completely or not at all."""
     path = Path(os.environ["FEDVEIL_CACHE"]) / name
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_suffix(f".{os.getpid()}.tmp")
-        with part.open("wb") as file:
+        # As private as the images; a file that an interrupted process of the same number left keeps its rights, so it goes first.
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             write(file)
         os.replace(part, path)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,25 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.up.weight)
 
+    # torch's fast path for attention reads a layer's weight instead of calling it: what it reads must hold the correction.
+    @property
+    def weight(self) -> Tensor:
+        """The matrix of the whole layer, computed anew; no parameter."""
+        return self.frozen.weight + self.scale * (self.up.weight @ self.down.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias."""
+        return self.frozen.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.frozen.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.frozen.out_features
+
     def forward(self, x: Tensor) -> Tensor:
         return self.frozen(x) + self.scale * self.up(self.down(x))
 
@@ -75,6 +95,41 @@ class LoRAConv2d(nn.Module):
         return self.frozen(x) + self.scale * self.up(self.down(x))
 
 
+class LoRAAttention(nn.MultiheadAttention):
+    """The same for attention: corrections of the stacked matrix of queries, keys and values, and of the projection behind it.
+
+    torch's own forward pass runs; what it reads as weights are the corrected ones."""
+
+    def __init__(self, frozen: nn.MultiheadAttention, rank: int, alpha: float) -> None:
+        nn.Module.__init__(self)
+        torchs = nn.Module().__dict__
+        self.__dict__.update({name: value for name, value in frozen.__dict__.items() if name not in torchs})  # sizes, no tensors
+        self.training = frozen.training
+        self.bias_k, self.bias_v = frozen.bias_k, frozen.bias_v
+        self.frozen_weight, self.frozen_bias = frozen.in_proj_weight, frozen.in_proj_bias
+        self.scale = alpha / rank
+        self.down = nn.Linear(frozen.embed_dim, rank, bias=False)
+        self.up = nn.Linear(rank, 3 * frozen.embed_dim, bias=False)
+        nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.up.weight)
+        self.out_proj = LoRALinear(frozen.out_proj, rank, alpha)  # type: ignore[assignment]
+
+    @property
+    def in_proj_weight(self) -> Tensor:  # type: ignore[override]
+        """The stacked matrix, computed anew; no parameter."""
+        return self.frozen_weight + self.scale * (self.up.weight @ self.down.weight)
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
+        """The frozen bias."""
+        return self.frozen_bias
+
+
+_ADAPTERS = (LoRALinear, LoRAConv2d, LoRAAttention)
+# What has matrices of its own, so that whoever asks for adapters on all layers expects one.
+_LIKE_THESE = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase)
+
+
 def lora(
     module: nn.Module,
     rank: int = 4,
@@ -84,40 +139,89 @@ def lora(
     also: Sequence[str] = (),
     seed: int | bytes = 0,
 ) -> nn.Module:
-    """Freeze the module and put trained adapters of low rank on its Linear and Conv2d layers, in place; returns it.
+    """Freeze the module and put trained adapters of low rank on its Linear, Conv2d and MultiheadAttention layers, in place;
+    returns it.
 
     layers: which layers get one: those whose name contains one of these texts (or for which a function says so); all if
     empty. also: parts that train as a whole beside the adapters (their names' beginnings, such as "head"). alpha: strength
-    of the correction, `rank` if not given. Only adapters and `also` are clipped, noised, uploaded and charged.
+    of the correction, `rank` if not given. Only adapters and `also` are clipped, noised, uploaded and charged. A layer that is
+    named and cannot have an adapter is a UserError; others that get none are listed in a warning.
     """
     if rank < 1:
         raise UserError(f"lora: rank = {rank}; give at least 1")
-    words = [layers] if isinstance(layers, str) else layers
-    chosen = layers if callable(layers) else lambda name: any(word in name for word in words)  # type: ignore[union-attr]
-    whole = [name for name in also if not any(n == name or n.startswith(name + ".") for n, _ in module.named_modules())]
-    if whole:
-        raise UserError(f"lora: also = {whole[0]!r} is no part of the model")
-    places = [
-        (name, layer)
-        for name, layer in module.named_modules()
-        if name and (type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.groups == 1))
-        and chosen(name) and not any(name == part or name.startswith(part + ".") for part in also)
-    ]  # fmt: skip
-    if not places:
-        raise UserError(f"lora: no Linear or Conv2d layer of the model matches layers = {layers!r}")
+    if any(isinstance(layer, _ADAPTERS) for layer in module.modules()):
+        raise UserError("lora: the model has adapters already; call fv.lora once, on the model without them")
+    missing = [name for name in also if not any(n == name or n.startswith(name + ".") for n, _ in module.named_modules())]
+    if missing:
+        raise UserError(f"lora: also = {missing[0]!r} is no part of the model")
+    places = _places(module, layers, also)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(derive(seed, "lora")[:7], "little"))
-        for name, layer in places:
-            owner, _, attribute = name.rpartition(".")
-            kind = LoRALinear if isinstance(layer, nn.Linear) else LoRAConv2d
-            adapted = kind(layer, rank, float(rank if alpha is None else alpha))  # type: ignore[arg-type]
-            setattr(module.get_submodule(owner), attribute, adapted)
+        for names, layer in places:
+            kind = next(adapter for plain, adapter in _KINDS.items() if type(layer) is plain)
+            adapted = kind(layer, rank, float(rank if alpha is None else alpha))
+            for name in names:  # a layer that is used in several places stays one
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, adapted)
     for part in also:
         for parameter in module.get_submodule(part).parameters():
             parameter.requires_grad_()
     return module
+
+
+_KINDS: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Linear: LoRALinear, nn.Conv2d: LoRAConv2d, nn.MultiheadAttention: LoRAAttention,
+}  # fmt: skip
+
+
+def _places(
+    module: nn.Module, layers: str | Sequence[str] | Callable[[str], bool], also: Sequence[str]
+) -> list[tuple[list[str], nn.Module]]:
+    """The layers that get an adapter, each with all its names. What was asked for and gets none is said."""
+    words = [] if callable(layers) else [layers] if isinstance(layers, str) else list(layers)
+    chosen = layers if callable(layers) else lambda name: any(word in name for word in words)
+    found: dict[int, tuple[list[str], nn.Module]] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if name and isinstance(layer, _LIKE_THESE):
+            found.setdefault(id(layer), ([], layer))[0].append(name)
+    wanted = [
+        (names, layer)
+        for names, layer in found.values()
+        if any(map(chosen, names)) and not any(name == part or name.startswith(part + ".") for name in names for part in also)
+    ]
+    places = [(names, layer) for names, layer in wanted if not _unfit(layer)]
+    skipped = {name: _unfit(layer) for names, layer in wanted if _unfit(layer) for name in names if chosen(name)}
+    inside = [f"{name}." for names, layer in places if isinstance(layer, nn.MultiheadAttention) for name in names]
+    skipped = {name: why for name, why in skipped.items() if not name.startswith(tuple(inside))}  # comes with its attention
+    for name, why in skipped.items():
+        if any(word and name.endswith(word) for word in words):
+            raise UserError(f"lora: layers = {layers!r} names '{name}', which can have no adapter: {why}")
+    if not places:
+        told = "".join(f"; '{name}': {why}" for name, why in skipped.items())
+        raise UserError(f"lora: no Linear, Conv2d or MultiheadAttention layer of the model matches layers = {layers!r}{told}")
+    idle = [word for word in words if not any(word in name for names, _ in places for name in names)]
+    if idle:
+        raise UserError(f"lora: layers: no Linear, Conv2d or MultiheadAttention layer of the model has {idle[0]!r} in its name")
+    if skipped:
+        told = "; ".join(f"'{name}': {why}" for name, why in skipped.items())
+        warnings.warn(f"fv.lora: layers without an adapter, which stay frozen: {told}", stacklevel=3)
+    return places
+
+
+def _unfit(layer: nn.Module) -> str:
+    """Why a layer can have no adapter, or an empty string."""
+    if type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.groups == 1):
+        return ""
+    if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+        return f"a Conv2d with groups = {layer.groups}; train it as a whole with also=, or leave it frozen"
+    if type(layer) is nn.MultiheadAttention:
+        same = layer.in_proj_weight is not None
+        return "" if same else "attention with kdim or vdim of its own; use nn.Linear for queries, keys and values"
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "a part of an attention; name the attention itself, whose adapter has a correction for it"
+    return f"a {type(layer).__name__}; train it as a whole with also=, or leave it frozen"
 
 
 def check_training(before: dict[str, Tensor], module: nn.Module) -> None:

@@ -51,6 +51,7 @@ class Promise:
     own: tuple[float, ...] = ()  # budgets of single clients
     clients: tuple[JsonObject, ...] = ()
     client_count: int = 0
+    public: tuple[str, ...] = ()  # what was trained elsewhere, on public data
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
         own=tuple(sorted(b.epsilon for b in header.budgets if b.client is not None)),
         clients=budgets,
         client_count=header.clients,
+        public=header.public,
     )
 
 

@@ -18,15 +18,19 @@ def outputs(module: nn.Module, weights: np.ndarray, x: np.ndarray, batch: int = 
     load(module, weights)
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
-    # Channels last and batches that stay in the cache: convolutions take less than half the time.
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # Channels last and batches that stay in the cache: convolutions take less than half the time. Weights of three-dimensional
+    # convolutions have no such order.
+    images = all(tensor.dim() != 5 for tensor in (*module.parameters(), *module.buffers()))
+    if images:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.no_grad():
             parts = [
                 module(_images_last(torch.as_tensor(x[at : at + batch]))) for at in range(0, len(x), batch)
             ]
     finally:
-        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        if images:
+            module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         for layer, mode in modes:  # training goes on as it was: dropout may be on, a frozen part off
             layer.training = mode
     return torch.cat(parts)

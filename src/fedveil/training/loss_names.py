@@ -58,16 +58,16 @@ def chosen(text: str, regression: bool) -> str:
     return text
 
 
-def named(function: object) -> str:
-    """The name by which a run, its workers and its folder find a given function."""
+def named(function: object, key: str = "loss", more: str = "") -> str:
+    """The name by which a run, its workers and its folder find a given function. key: of the configuration, for messages."""
     if isinstance(function, str):
         return function
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     found = getattr(sys.modules.get(module), name, None) if is_function(f"{module}:{name}") else None
     if found is None or found is not function or not callable(found):
         raise UserError(
-            "loss: give a name, or a function that is defined at the top of a module or script: a run's folder and workers know "
-            "it by that name"
+            f"{key}: give a name, or a function that is defined at the top of a module or script: a run's folder and workers "
+            f"know it by that name{more}"
         )
     return f"{module}:{name}"
 

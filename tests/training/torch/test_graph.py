@@ -318,3 +318,26 @@ def test_residual_networks_by_name_are_trained_without_torch_func():
     net = resnet18_gn((3, 8, 8), 3, width=8, groups=4)
     assert pool.choose(net, plan())[0] == ("native" if native.available() else "graph")
     assert pool.choose(net, plan(), "torch")[0] == "graph"
+
+
+CONVOLUTIONS = {
+    "one dimension": (nn.Conv1d(2, 4, 2, groups=2), (2, 6)),
+    "grouped": (nn.Conv2d(2, 4, 2, groups=2, dilation=2), (2, 5, 5)),
+    "around the edge": (nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
+    "volumes": (nn.Conv3d(2, 4, 2, stride=2, padding=1), (2, 4, 4, 4)),
+    "transposed": (nn.ConvTranspose2d(2, 4, 2, stride=2, output_padding=1), (2, 5, 5)),
+    "transposed volumes": (nn.ConvTranspose3d(2, 4, 2), (2, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_every_convolution_takes_the_references_steps(name):
+    layer, shape = CONVOLUTIONS[name]
+    width = layer(torch.zeros(1, *shape)).numel()
+    net = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(width, 3))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, *shape)).astype(np.float32), rng.integers(0, 3, 8)
+    plan = planned(2, 0.05, 4.0, clip="flat", bounds=(0.5,) * 2, noise="gaussian", multipliers=(1.0,) * 2)
+    work = [ClientWork(k, rng.integers(0, 8, (2, 4)).astype(np.int32), bytes([k]) * 16) for k in range(2)]
+    found = [pool.train(net, flatten(net), x, y, work, plan, engine=e).delta for e in ("graph", "reference")]
+    assert np.abs(found[0] - found[1]).max() < 1e-6 and np.abs(found[1]).max() > 1e-3

@@ -66,6 +66,8 @@ class Header:
     simulated: the noise is seeded, so whoever knows the seed can subtract it.
     version: of the ledger's meaning. 1 was written by fedveil 0.1, whose noise was float32: what it calls sound is judged
     anew on reading (`rejudged`).
+    public: what was trained elsewhere on public data and stands in front of this run's model, in words: no epsilon here is
+    about that data.
     """
 
     delta: float
@@ -82,6 +84,7 @@ class Header:
     allow_large_delta: bool = False
     version: int = 2
     promised: tuple[Budget, ...] = ()
+    public: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -407,8 +410,9 @@ def rejudged(claim: Claim, version: int) -> Claim:
 def header_to_json(header: Header) -> JsonObject:
     """Plain dictionary; `header_from_json` is the inverse."""
     data = asdict(replace(header, committed=None, holders=()))
-    if not header.promised:
-        del data["promised"]
+    for name in ("promised", "public"):  # absent where empty, as in ledgers of before
+        if not data[name]:
+            del data[name]
     data["sizes"] = [int(size) for size in header.sizes]
     data["holders"] = [pack_clients(group) for group in header.holders]
     if header.committed is not None:
@@ -433,6 +437,9 @@ def header_from_json(data: object) -> Header:
     plain["sizes"] = tuple(plain.get("sizes", ()))
     if not all(_fits(size, int) for size in plain["sizes"]):
         raise ValueError("odd sizes")
+    plain["public"] = tuple(plain.get("public", ()))
+    if not all(isinstance(note, str) for note in plain["public"]):
+        raise ValueError("odd notes about public parts")
     plain["holders"] = tuple(unpack_clients(text, most) for text in plain.get("holders", ()))
     for name in ("budgets", "promised"):
         plain[name] = tuple(_typed(Budget, budget) for budget in plain.get(name, ()))
