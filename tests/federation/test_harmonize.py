@@ -157,6 +157,20 @@ def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
     assert {budget.client for budget in header.budgets} == {1, 3}
 
 
+@pytest.mark.parametrize("clip", ["flat", "layer"])
+def test_a_round_of_clients_with_and_without_protection_is_played_and_its_norms_are_those_of_clipped_gradients(clip):
+    run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", f"clip.kind={clip}")
+    state = start(run.task, run.initial)
+    _, facts, private = play_round(run, state, np.arange(4))
+    assert facts["uploads"] == 4 and len(private["client_loss"]) == 4
+    _, _, only = play_round(run, state, np.array([1, 3]))
+    if clip == "flat":  # an unprotected client has norms per layer, which are no norms of the whole
+        assert private["norm_max"] == only["norm_max"] and private["norm_mean"] == only["norm_mean"]
+    else:
+        assert len(private["norm_max"]) == run.task.layout.layers
+        assert all(both >= own for both, own in zip(private["norm_max"], only["norm_max"], strict=True))
+
+
 def test_a_client_with_a_smaller_delta_of_its_own_gets_more_noise_and_that_budget():
     run = prepared("udp-fl-gaussian", "client_epsilons=[4]", "client_deltas=[1e-5, 1e-8]")
     assert run.task.own[1][1] > 1.1 * run.task.own[0][1]

@@ -381,21 +381,26 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> JsonObject:
     if not seen:
         return {}
     finite = np.concatenate([r.finite for _, r in seen])
+    # Clients that clip as a whole have one norm, those without protection one per layer: where both are there, the norms are
+    # those of the clients that clip.
+    columns = min(r.norm_max.shape[1] for _, r in seen)
+    alike = [r for _, r in seen if r.norm_max.shape[1] == columns]
 
-    def mean(name: str) -> Any:
-        values = np.concatenate([getattr(r, name) for _, r in seen])[finite]
+    def mean(name: str, among: Sequence[LocalResult]) -> Any:
+        values = np.concatenate([getattr(r, name)[r.finite] for r in among])
         return None if len(values) == 0 else _plain(np.mean(values, axis=0, dtype=np.float64))
 
-    largest = np.concatenate([r.norm_max for _, r in seen])[finite]
+    largest = np.concatenate([r.norm_max[r.finite] for r in alike])
+    everyone = [r for _, r in seen]
     return {
         "diverged": int((~finite).sum()),
         "skipped_examples": int(sum(r.skipped.sum() for _, r in seen)),
         "diverged_clients": [c for chunk, r in seen for k, c in enumerate(chunk) if not r.finite[k]],
-        "loss": mean("loss"),
-        "norm_mean": mean("norm_mean"),
+        "loss": mean("loss", everyone),
+        "norm_mean": mean("norm_mean", alike),
         "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
-        "unclipped": mean("unclipped"),
-        "noise_deviation": mean("noise_scale"),
+        "unclipped": mean("unclipped", everyone),
+        "noise_deviation": mean("noise_scale", everyone),
         "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)}
         if len(finite) <= 200
         else None,
