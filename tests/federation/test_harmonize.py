@@ -13,6 +13,7 @@ from fedveil.federation.harmonize import events_of, expected_participations
 from fedveil.federation.loop import header_of, play_round, prepare
 from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
+from fedveil.federation.store import open_run
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.papers import table_epsilon
 from fedveil.protect import noise, udp
@@ -169,6 +170,15 @@ def test_a_round_of_clients_with_and_without_protection_is_played_and_its_norms_
     else:
         assert len(private["norm_max"]) == run.task.layout.layers
         assert all(both >= own for both, own in zip(private["norm_max"], only["norm_max"], strict=True))
+
+
+def test_a_run_with_an_infinite_budget_is_written_read_and_reported(tmp_path):
+    config = load_config("udp-fl-gaussian", [*SMALL, "rounds=1", "client_epsilons=[inf, 2]"])
+    simulate(config, tmp_path / "run")
+    assert open_run(tmp_path / "run").config == config
+    rows = simulate(config, tmp_path / "run", resume=True)["ledger"]
+    found = [row for row in rows if (row["observer"], row["unit"]) == ("server", "example")]
+    assert "none" in {row["verdict"] for row in found} and "sound" not in {row["verdict"] for row in found}
 
 
 def test_a_client_with_a_smaller_delta_of_its_own_gets_more_noise_and_that_budget():

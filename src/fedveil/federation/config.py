@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_serializer, field_validator
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.jsons import Document, JsonObject
@@ -165,6 +165,11 @@ class RunConfig(BaseModel):
     @classmethod
     def _known_recipe(cls, name: str) -> str:
         return name if named_code(name) or name.startswith(GIVEN) else get(name).name
+
+    @field_serializer("client_epsilons")
+    def _infinite_as_a_word(self, epsilons: list[float] | None) -> list[float | str] | None:
+        """JSON has no infinity; the word is read back as the number."""
+        return None if epsilons is None else [e if math.isfinite(e) else "inf" for e in epsilons]
 
     def given(self, recipe: Recipe) -> RunConfig:
         """The same configuration with its recipe as a value."""
