@@ -148,9 +148,19 @@ def test_the_anchor_is_the_model_of_the_weakest_client_among_those_present():
     np.testing.assert_allclose(after.anchor.weights, alone.weights, atol=1e-6)
 
 
+def test_the_pull_is_measured_from_the_weakest_client_present_and_its_own_is_none():
+    run = prepared("udp-fl-gaussian", "client_epsilons=[8, 2, 4, 6]", "heterogeneity=true")
+    after, _, _ = play_round(run, start(run.task, run.initial), np.array([1, 2, 3]))
+    now = moment_of(run.task, after)
+    pulls = [plan_of(run.task, now, client, 100).penalty for client in range(4)]
+    assert pulls == pytest.approx([0, 4 / 6, 2 / 6, 0])  # client 3 is the weakest that was there; 0 is weaker still
+    assert moment_of(run.task, start(run.task, run.initial).restored(after.memory())).weakest == pytest.approx(6)
+
+
 def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
     run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", "heterogeneity=true")
-    now = moment_of(run.task, start(run.task, run.initial))
+    after, _, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    now = moment_of(run.task, after)
     plans = [plan_of(run.task, now, client, 100) for client in (0, 1)]
     assert (plans[0].noised, plans[0].clip, plans[0].penalty) == ((), "none", 0.0)
     assert plans[1].law.name == "gaussian" and plans[1].penalty == 1.0

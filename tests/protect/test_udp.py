@@ -14,10 +14,11 @@ from fedveil.protect import udp
 
 
 def test_the_penalty_grows_with_the_distance_to_the_weakest_budget() -> None:
-    assert udp.penalties({1: 2.0, 2: 8.0, 3: 4.0}) == {1: 0.75, 2: 0.0, 3: 0.5}
-    assert udp.penalties({1: 2.0, 2: math.inf}) == {1: 1.0, 2: 0.0}
-    with pytest.raises(UserError, match="client 4"):
-        udp.penalties({4: 0.0})
+    assert [udp.penalty(epsilon, 8.0) for epsilon in (2.0, 8.0, 4.0)] == [0.75, 0.0, 0.5]
+    assert [udp.penalty(epsilon, math.inf) for epsilon in (2.0, math.inf)] == [1.0, 0.0]
+    assert udp.penalty(8.0, 2.0) == udp.penalty(math.inf, 2.0) == 0.0  # it has a better model than w_max itself
+    with pytest.raises(UserError, match="above 0"):
+        udp.penalty(0.0, 1.0)
 
 
 def staircase_draws(lam: float, nu: float, n: int, seed: int) -> np.ndarray:

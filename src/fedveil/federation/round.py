@@ -49,10 +49,11 @@ class Ranges(Memory):
 
 @dataclass(frozen=True)
 class Anchor(Memory):
-    """The model that clients are pulled towards (UDP-FL)."""
+    """The model that clients are pulled towards (UDP-FL), and one over the budget of its client (0: an infinite one)."""
 
     weights: np.ndarray | None = None
-    BROADCAST: ClassVar[tuple[str, ...]] = ("weights",)
+    inverse: np.ndarray | None = None
+    BROADCAST: ClassVar[tuple[str, ...]] = ("weights", "inverse")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,16 @@ def moment_of(task: Task, state: State) -> Moment:
         sigmas = values_of(recipe.sigma, index, setting.rounds, setting.steps)
     # Only a number of reports that is sure to arrive hides one among them.
     sure = not recipe.cohort.random_size and task.message_loss == 0 and not task.own_epsilon
-    return Moment(index + 1, bounds, sigmas, recipe.epsilon, round(setting.cohort) if sure else 1)
+    arrived = round(setting.cohort) if sure else 1
+    return Moment(index + 1, bounds, sigmas, recipe.epsilon, arrived, _weakest(state.anchor))
+
+
+def _weakest(anchor: Memory) -> float | None:
+    """The budget of the client whose model w_max is; None: there is none yet."""
+    if not isinstance(anchor, Anchor) or anchor.inverse is None:
+        return None
+    inverse = float(np.asarray(anchor.inverse).reshape(-1)[0])
+    return 1 / inverse if inverse > 0 else math.inf
 
 
 def learning_rate_of(task: Task, index: int) -> float:
@@ -215,8 +225,8 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         "augment": task.augment,
         "proximal": recipe.proximal,
     }
-    if recipe.heterogeneity and task.own_epsilon:
-        common["penalty"] = udp.penalties(task.own_epsilon).get(client, 0.0)
+    if recipe.heterogeneity and client in task.own_epsilon and now.weakest is not None:
+        common["penalty"] = udp.penalty(task.own_epsilon[client], now.weakest)
     if not recipe.place.of_gradients or not recipe.private:
         return LocalPlan(**common)
     # A fixed deviation is that of the bound whatever the batch: only the papers' count of it follows l2-max.
@@ -389,7 +399,7 @@ class _Collected:
     count: int = 0
     kept: list[Upload] = field(default_factory=list)
     belows: list[float] = field(default_factory=list)
-    anchor: np.ndarray | None = None
+    anchor: Anchor | None = None
 
 
 def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Upload]) -> _Collected:
@@ -406,7 +416,8 @@ def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Uplo
         if recipe.heterogeneity and upload.client in task.own_epsilon:
             rank = (task.own_epsilon[upload.client], -upload.client)
             if weakest is None or rank > weakest:
-                weakest, found.anchor = rank, (state.weights + upload.update).astype(np.float32)
+                weakest = rank
+                found.anchor = Anchor((state.weights + upload.update).astype(np.float32), np.array([1 / rank[0]]))
     return found
 
 
@@ -424,7 +435,7 @@ def merge(
     found = _collect(task, state, uploads)
     facts: JsonObject = {"uploads": found.count}
     if found.anchor is not None:
-        state = replace(state, anchor=Anchor(found.anchor))
+        state = replace(state, anchor=found.anchor)
     if found.count == 0 and recipe.place.open_uploads:
         return _finish(task, state, now, state.weights, facts)
     mean, more = _mean(task, state, now, found)

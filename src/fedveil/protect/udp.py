@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +18,17 @@ Mechanism = Literal["gaussian", "laplace", "staircase", "joint-staircase"]
 # --- clients with different budgets ---
 
 
-def penalties(epsilons: Mapping[int, float]) -> dict[int, float]:
-    """lambda_k = (epsilon_max - epsilon_k) / epsilon_max for `LocalPlan.penalty`; 0 for the weakest budget.
+def penalty(epsilon: float, weakest: float) -> float:
+    """lambda_k = (epsilon_max - epsilon_k) / epsilon_max for `LocalPlan.penalty`.
 
-    An infinite budget (no privacy) counts as the weakest: everyone with a finite one then gets 1.
+    weakest: epsilon_max, the budget of the client whose model w_max is. Whoever has as weak a budget or a weaker one gets 0.
+    An infinite budget (no privacy) is the weakest there is: everyone with a finite one then gets 1.
     """
-    for client, epsilon in epsilons.items():
-        if not epsilon > 0:
-            raise UserError(f"client {client} has epsilon {epsilon}; budgets must be above 0.")
-    largest = max(epsilons.values())
-    if math.isinf(largest):
-        return {client: 0.0 if math.isinf(e) else 1.0 for client, e in epsilons.items()}
-    return {client: (largest - e) / largest for client, e in epsilons.items()}
+    if not min(epsilon, weakest) > 0:
+        raise UserError(f"a client has epsilon {min(epsilon, weakest)}; budgets must be above 0.")
+    if epsilon >= weakest:
+        return 0.0
+    return 1.0 if math.isinf(weakest) else (weakest - epsilon) / weakest
 
 
 # --- expected l1 error of the noise ---
