@@ -203,3 +203,50 @@ def test_an_l1_clip_of_an_update_bounds_its_l1_norm():
     recipe = with_changes(get("udp-fl-laplace"), {"clip.norm": "l1"})
     clipped = clip_update(np.full(100, 0.5, np.float32), 1.0, recipe, LAYOUT)
     assert np.abs(clipped.astype(np.float64)).sum() <= 1.0
+
+
+CLOCK = ("delay_proposals=[2, 4, 4, 60]", "compute_seconds=[1, 5, 2, 3]", "network_seconds=[0.5]")
+
+
+def test_a_run_of_reports_records_its_agreed_delay_and_what_came_late():
+    run = prepared("ldp-fl", "channel=shuffle-parameters", *CLOCK, "overrun_seconds=[0, 0, 1, 0]")
+    _, facts, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    size = run.task.layout.size
+    assert facts["delay_seconds"] == 4.0 and facts["slowest_seconds"] == 5.5
+    assert facts["messages"] == 4 * size and facts["dropped"] == 0
+    # A client that is a quarter of T behind has a quarter of its messages after the end; 5 deviations of that count.
+    assert abs(facts["late"] - size / 4) < 5 * math.sqrt(size * 3 / 16)
+    assert facts["last_message_seconds"] <= 9.5 * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["none", "shuffle-models", "shuffle-parameters"])
+def test_a_client_that_is_late_throughout_is_not_used_and_the_others_reports_are(kind):
+    clock = CLOCK[1:] if kind == "none" else CLOCK
+    run = prepared("ldp-fl", f"channel={kind}", *clock, "overrun_seconds=[0, 0, 100, 0]")
+    state = start(run.task, run.initial)
+    with_late, facts, _ = play_round(run, state, np.arange(4))
+    without, _, _ = play_round(run, state, np.array([0, 1, 3]))
+    np.testing.assert_array_equal(with_late.weights, without.weights)
+    assert facts["late"] == (run.task.layout.size if kind == "shuffle-parameters" else 1)
+
+
+def test_delays_hide_nobody_and_reports_that_may_be_late_do_not_count_as_a_crowd():
+    plain = moment_of(*(lambda r: (r.task, start(r.task, r.initial)))(prepared("ldp-fl", "channel=shuffle-parameters")))
+    for more, crowd in ((CLOCK, 4), ((*CLOCK, "overrun_seconds=[0.1]"), 1)):
+        run = prepared("ldp-fl", "channel=shuffle-parameters", *more)
+        assert moment_of(run.task, start(run.task, run.initial)) == replace(plain, arrived=crowd)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("ldp-fl", ["delay_proposals=[]"], "at least one"),
+        ("ldp-fl", ["delay_proposals=[0.0]"], "above 0"),
+        ("ldp-fl", ["compute_seconds=[-1.0]"], "0 or more"),
+        ("ldp-fl", ["channel=none", "delay_proposals=[1.0]"], "nothing is delayed"),
+        ("fed-cdp", ["compute_seconds=[1.0]"], "two-valued"),
+    ],
+)
+def test_times_that_mean_nothing_are_refused(name, changes, word):
+    with pytest.raises(UserError, match=word):
+        load_config(name, [*SMALL, *changes])

@@ -29,6 +29,8 @@ from fedveil.privacy.events import Observer
 from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
+from fedveil.protect.channel import Clock
+from fedveil.protect.place import Reports
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training import loss_names
 from fedveil.training.augment import parse as parse_augment
@@ -115,6 +117,21 @@ class RunConfig(BaseModel):
     )
     curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
     message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
+
+    delay_proposals: list[float] | None = Field(
+        None,
+        description="LDP-FL: each client's proposal of the longest random delay T in seconds (repeated in turn); T is the median",
+    )
+    compute_seconds: list[float] | None = Field(
+        None, description="LDP-FL: time that each client announces for its training (repeated in turn)"
+    )
+    network_seconds: list[float] | None = Field(
+        None, description="LDP-FL: time that each client announces for its connection (repeated in turn)"
+    )
+    overrun_seconds: list[float] | None = Field(
+        None, description="LDP-FL: by how much each client takes longer than it announced (repeated in turn)"
+    )
+    slack_seconds: float = Field(0.0, ge=0, description="LDP-FL: how long the server listens after the last planned message")
 
     delta: float = Field(1e-5, gt=0, lt=1)
     accountant: str = "pld"
@@ -404,6 +421,7 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    _check_clock(config, recipe)
     if config.loss != "auto" and not loss_names.own(config.loss):
         loss_names.parse(config.loss)
     if parse_augment(config.augment, config.augment_copies).active and config.features:
@@ -462,6 +480,36 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     if config.momentum:
         raise UserError(
             f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)"
+        )
+
+
+CLOCK = ("delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds")
+
+
+def clock_of(config: RunConfig) -> Clock | None:
+    """What clients say about time; None: nothing, and messages take none."""
+    if not config.slack_seconds and all(getattr(config, name) is None for name in CLOCK):
+        return None
+    proposals, compute, network, overrun = (tuple(getattr(config, name) or ()) for name in CLOCK)
+    return Clock(proposals, compute, network, overrun, config.slack_seconds)
+
+
+def _check_clock(config: RunConfig, recipe: Recipe) -> None:
+    if clock_of(config) is None:
+        return
+    for name in CLOCK:
+        values = getattr(config, name)
+        least = "above 0" if name == CLOCK[0] else "0 or more"
+        if values is not None and not (values and all(v > 0 or (v == 0 and name != CLOCK[0]) for v in values)):
+            raise UserError(f"{name} = {_shown(values)}: give at least one number of seconds, each {least}")
+    if not isinstance(recipe.place, Reports):
+        raise UserError(
+            f"{', '.join((*CLOCK, 'slack_seconds'))} are about the messages of two-valued reports: use recipe = ldp-fl, or leave "
+            "them out"
+        )
+    if config.delay_proposals and not recipe.channel.hides_senders:
+        raise UserError(
+            "delay_proposals: with channel = none nothing is delayed; set channel = shuffle-parameters or shuffle-models"
         )
 
 

@@ -26,7 +26,7 @@ from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import one_shot, store, sums
-from fedveil.federation.config import GIVEN, RunConfig, check_config
+from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
 from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
@@ -225,6 +225,7 @@ def _task(
         fixed_variance=config.fixed_variance,
         seed=config.seed,
         message_loss=config.message_loss,
+        clock=clock_of(config),
         curve=config.curve,
         public=_public(dataset),
         secure=terms_of(config, dealt.clients),

@@ -122,6 +122,7 @@ class Task:
     own_epsilon: Mapping[int, float] = field(default_factory=dict)
     public: tuple[np.ndarray, np.ndarray] | None = None
     message_loss: float = 0.0
+    clock: channel.Clock | None = None  # what clients say about time (LDP-FL)
     curve: Literal["polygon", "bezier"] = "polygon"
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
     secure: sums.Terms | None = None  # the sum is opened under masks
@@ -170,7 +171,8 @@ def moment_of(task: Task, state: State) -> Moment:
     else:
         sigmas = values_of(recipe.sigma, index, setting.rounds, setting.steps)
     # Only a number of reports that is sure to arrive hides one among them.
-    sure = not recipe.cohort.random_size and task.message_loss == 0 and not task.own_epsilon
+    all_arrive = task.message_loss == 0 and (task.clock is None or task.clock.punctual)
+    sure = not recipe.cohort.random_size and all_arrive and not task.own_epsilon
     arrived = round(setting.cohort) if sure else 1
     return Moment(index + 1, bounds, sigmas, recipe.epsilon, arrived, _weakest(state.anchor))
 
@@ -537,17 +539,22 @@ def merge_reports(
 
     Everything here is post-processing of the reports.
     """
-    packed = [upload.bits for upload in uploads if upload.bits is not None]
-    facts: JsonObject = {"uploads": len(packed)}
-    if not packed:
+    sent = [(upload.client, upload.bits) for upload in uploads if upload.bits is not None]
+    facts: JsonObject = {"uploads": len(sent)}
+    if not sent:
         return _finish(task, state, now, state.weights, facts)
+    timing = None if task.clock is None else task.clock.timing([client for client, _ in sent])
     tally = channel.deliver(
         task.recipe.channel.name,
-        np.stack(packed),
+        np.stack([bits for _, bits in sent]),
         task.layout.size,
         derive(task.root, "delays", now.number),
+        timing,
         loss=task.message_loss,
     )
+    if timing is not None:
+        facts |= {"slowest_seconds": timing.slowest(), "last_message_seconds": tally.seconds}
+        facts |= {"delay_seconds": timing.spread} if task.recipe.channel.hides_senders else {}
     following, more = merge_tally(task, state, now, tally)
     return following, facts | more
 

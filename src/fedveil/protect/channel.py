@@ -12,7 +12,7 @@ Random delays make linking hard but are no shuffler with a proof; what is promis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -64,6 +64,48 @@ class Timing:
             return 0.0
         took = self.actual[client] if self.actual else self.predicted[client]
         return took + (self.slowest() - self.predicted[client] if self.wait else 0.0)
+
+    def deadline(self, delayed: bool) -> float:
+        """When the server stops listening. A hair later than the sum: whoever keeps to its word is never late by rounding."""
+        return (self.slowest() + (self.spread if delayed else 0.0) + self.slack) * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What clients say about time, each its own number of seconds (repeated in turn); public, and not from their data.
+
+    proposals: of T. compute, network: what a client announces for its round. overrun: by how much it really takes longer.
+    slack: how much longer than T_S + T the server listens.
+    """
+
+    proposals: tuple[float, ...] = ()
+    compute: tuple[float, ...] = ()
+    network: tuple[float, ...] = ()
+    overrun: tuple[float, ...] = ()
+    slack: float = 0.0
+
+    @property
+    def punctual(self) -> bool:
+        """Does everybody keep to its announced time, so that no message can be late?"""
+        return not any(self.overrun)
+
+    def timing(self, clients: Sequence[int]) -> Timing:
+        """The clock of a round with these clients: T is the median of their proposals, T_S their slowest announced time."""
+
+        def of(values: tuple[float, ...], client: int) -> float:
+            return values[client % len(values)] if values else 0.0
+
+        predicted = tuple(of(self.compute, c) + of(self.network, c) for c in clients)
+        actual = tuple(time + of(self.overrun, c) for time, c in zip(predicted, clients, strict=True))
+        spread = agree_spread([of(self.proposals, c) for c in clients]) if self.proposals else 1.0
+        return Timing(spread, predicted, actual, slack=self.slack)
+
+
+def agree_spread(proposals: Sequence[float]) -> float:
+    """T as the median of the clients' proposals: one dishonest client cannot move it past its neighbours."""
+    if not len(proposals) or not all(np.isfinite(p) and p > 0 for p in proposals):
+        raise UserError("delay_proposals: at least one is needed, all of them finite and above 0 seconds.")
+    return float(np.median(proposals))
 
 
 @dataclass(frozen=True)
@@ -221,7 +263,7 @@ def deliver(
     got = late = 0
     seconds = 0.0
     if channel == "shuffle-parameters":
-        deadline = timing.slowest() + timing.spread + timing.slack
+        deadline = timing.deadline(delayed=True)
         for view in arrivals(packed, size, key, timing, loss=loss, at_once=at_once):
             use = int(np.searchsorted(view.times, deadline, side="right"))
             late += len(view.times) - use
@@ -234,8 +276,7 @@ def deliver(
         sent = len(packed) * size
         payload = len(packed) * -(-size * message_bits(size) // 8)
     else:
-        spread = timing.spread if channel == "shuffle-models" else 0.0
-        deadline = timing.slowest() + spread + timing.slack
+        deadline = timing.deadline(delayed=channel == "shuffle-models")
         for client, when in _upload_times(channel, len(packed), key, timing):
             if loss > 0 and _words32(keys.derive(key, "loss", client), 1)[0] < loss * TICKS:
                 continue
