@@ -35,6 +35,7 @@ PROMISE: dict[str, str] = {
     "average": "no",
     "curve": "no",
     "message_loss": "yes: fewer reports hide one weight (shuffled parameters)",
+    "client_radii": "no: agreed before training, from nobody's data",
     "delay_proposals": "no: random delays are no shuffler with a proof",
     "compute_seconds": "no",
     "network_seconds": "no",

@@ -24,6 +24,7 @@ from fedveil.federation.round import (
     start,
     uploads_of,
 )
+from fedveil.federation.view import result_of
 from fedveil.models.layout import Layout
 from fedveil.protect.catalogue import get
 from fedveil.protect.memory import NOTHING
@@ -248,5 +249,49 @@ def test_delays_hide_nobody_and_reports_that_may_be_late_do_not_count_as_a_crowd
     ],
 )
 def test_times_that_mean_nothing_are_refused(name, changes, word):
+    with pytest.raises(UserError, match=word):
+        load_config(name, [*SMALL, *changes])
+
+
+OWN_RADII = ("channel=none", "client_radii=[0.02, 0.1, 0.5]")
+
+
+def test_each_client_reports_two_values_of_its_own_radius():
+    run = prepared("ldp-fl", *OWN_RADII)
+    state, factor = start(run.task, run.initial), 1 / math.tanh(run.task.recipe.epsilon / 2)
+    for client, radius in enumerate((0.02, 0.1, 0.5, 0.02)):
+        alone, facts, _ = play_round(run, state, np.array([client]))
+        np.testing.assert_allclose(np.unique(alone.weights), [-radius * factor, radius * factor], rtol=1e-6)
+        assert facts["radius"] == [0.02, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["none", "shuffle-models"])
+def test_the_average_over_clients_with_radii_of_their_own_is_unbiased_for_their_clipped_weights(kind):
+    run = prepared("ldp-fl", *OWN_RADII, f"channel={kind}")
+    state, size, repeats = start(run.task, run.initial), run.task.layout.size, 300
+    weights = np.random.default_rng(5).normal(0, 0.2, (3, size))
+    result = result_of(weights - state.weights)
+    total = np.zeros(size)
+    for number in range(repeats):
+        now = replace(moment_of(run.task, state), number=number + 1)
+        total += merge(run.task, state, now, uploads_of(run.task, now, state, [0, 1, 2], result))[0].weights
+    radii, factor = np.array([[0.02], [0.1], [0.5]]), 1 / math.tanh(run.task.recipe.epsilon / 2)
+    clipped = np.clip(weights, -radii, radii)
+    deviation = np.sqrt(((radii * factor) ** 2 - clipped**2).sum(0) / 9 / repeats)
+    z = (total / repeats - clipped.mean(0)) / deviation  # `size` of them: each within 5.5 but for one seed in 1e4
+    assert np.abs(z).max() < 5.5 and abs(z.mean()) < 5 / math.sqrt(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("ldp-fl", ["channel=none", "client_radii=[]"], "at least one"),
+        ("ldp-fl", ["channel=none", "client_radii=[0.1, 0.0]"], "above 0"),
+        ("ldp-fl", ["channel=none", "client_radii=[0.1]", "ranges=adaptive"], "ranges = fixed"),
+        ("ldp-fl", ["client_radii=[0.1]"], "channel = none"),
+        ("fed-cdp", ["client_radii=[0.1]"], "two-valued"),
+    ],
+)
+def test_radii_of_single_clients_are_refused_where_they_tell_or_mean_nothing(name, changes, word):
     with pytest.raises(UserError, match=word):
         load_config(name, [*SMALL, *changes])

@@ -118,6 +118,9 @@ class RunConfig(BaseModel):
     curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
     message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
 
+    client_radii: list[float] | None = Field(
+        None, description="LDP-FL: own radius of each client's range, in every layer (repeated in turn); agreed before training"
+    )
     delay_proposals: list[float] | None = Field(
         None,
         description="LDP-FL: each client's proposal of the longest random delay T in seconds (repeated in turn); T is the median",
@@ -422,6 +425,7 @@ def check_config(config: RunConfig) -> None:
         )
     _check_optimiser(config, recipe)
     _check_clock(config, recipe)
+    _check_radii(config, recipe)
     if config.loss != "auto" and not loss_names.own(config.loss):
         loss_names.parse(config.loss)
     if parse_augment(config.augment, config.augment_copies).active and config.features:
@@ -510,6 +514,22 @@ def _check_clock(config: RunConfig, recipe: Recipe) -> None:
     if config.delay_proposals and not recipe.channel.hides_senders:
         raise UserError(
             "delay_proposals: with channel = none nothing is delayed; set channel = shuffle-parameters or shuffle-models"
+        )
+
+
+def _check_radii(config: RunConfig, recipe: Recipe) -> None:
+    if config.client_radii is None:
+        return
+    if not config.client_radii or any(not radius > 0 for radius in config.client_radii):
+        raise UserError(f"client_radii = {_shown(config.client_radii)}: give at least one radius, each above 0")
+    if not isinstance(recipe.place, Reports):
+        raise UserError("client_radii are the ranges of two-valued reports: use recipe = ldp-fl, or leave them out")
+    if recipe.ranges.adaptive:
+        raise UserError("client_radii: adaptive ranges are the server's, one per layer for all clients; set ranges = fixed")
+    if recipe.channel.hides_reports:
+        raise UserError(
+            "client_radii: a report of c ± r·K tells whose r it is, so single weights are not hidden among other clients'; "
+            "set channel = none or shuffle-models"
         )
 
 

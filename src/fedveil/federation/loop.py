@@ -226,6 +226,7 @@ def _task(
         seed=config.seed,
         message_loss=config.message_loss,
         clock=clock_of(config),
+        radii=tuple(config.client_radii or ()),
         curve=config.curve,
         public=_public(dataset),
         secure=terms_of(config, dealt.clients),

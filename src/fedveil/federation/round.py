@@ -123,6 +123,7 @@ class Task:
     public: tuple[np.ndarray, np.ndarray] | None = None
     message_loss: float = 0.0
     clock: channel.Clock | None = None  # what clients say about time (LDP-FL)
+    radii: tuple[float, ...] = ()  # of the clients' own ranges, agreed before training, in turn (LDP-FL)
     curve: Literal["polygon", "bezier"] = "polygon"
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
     secure: sums.Terms | None = None  # the sum is opened under masks
@@ -328,7 +329,7 @@ def uploads_of(
         if isinstance(recipe.place, Reports):
             key = derive(task.root, "two-valued", now.number, client)
             bits = ldp.encode(
-                state.weights + result.delta[k], ranges_of(state), float(now.epsilon or 0), task.layout, key
+                state.weights + result.delta[k], own_ranges(task, state, client), float(now.epsilon or 0), task.layout, key
             )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
@@ -551,6 +552,7 @@ def merge_reports(
         derive(task.root, "delays", now.number),
         timing,
         loss=task.message_loss,
+        radii=[task.radii[client % len(task.radii)] for client, _ in sent] if task.radii else None,
     )
     if timing is not None:
         facts |= {"slowest_seconds": timing.slowest(), "last_message_seconds": tally.seconds}
@@ -568,7 +570,7 @@ def merge_tally(task: Task, state: State, now: Moment, tally: channel.Tally) -> 
         "messages": tally.sent,
         "dropped": tally.dropped,
         "late": tally.late,
-        "radius": [float(r) for r in ranges.radius],
+        "radius": sorted(set(task.radii)) if task.radii else [float(r) for r in ranges.radius],
     }
     if task.recipe.ranges.adaptive:
         spread = ldp.average_variance(average, ranges, epsilon, task.layout, tally.arrived)
@@ -583,6 +585,17 @@ def ranges_of(state: State) -> ldp.Ranges:
     assert isinstance(memory, Ranges) and memory.centre is not None and memory.radius is not None
     source = "server-average" if state.round else "agreed"
     return ldp.Ranges(tuple(memory.centre.tolist()), tuple(memory.radius.tolist()), source)
+
+
+def own_ranges(task: Task, state: State, client: int) -> ldp.Ranges:
+    """The ranges that one client reports in: the run's, with the radius that was agreed for it (LDP-FL's Corollary 1).
+
+    Formal guarantee: none is lost, because the radius is in the configuration: it depends on nobody's data.
+    """
+    ranges = ranges_of(state)
+    if not task.radii:
+        return ranges
+    return replace(ranges, radius=(task.radii[client % len(task.radii)],) * len(ranges.radius))
 
 
 def _finish(

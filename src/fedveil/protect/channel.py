@@ -126,7 +126,8 @@ class Tally:
     sent/dropped/late count messages (without parameter shuffling a message is a whole update): sent =
     arrived + dropped + late. payload_bytes: what all clients put on the wire, packed, without transport
     framing.
-    seconds: virtual time of the last message used.
+    seconds: virtual time of the last message used. moved: where clients have radii of their own, per weight the sum of the
+    arrived reports' signs, each times its client's radius.
     """
 
     ones: np.ndarray
@@ -136,6 +137,7 @@ class Tally:
     late: int
     payload_bytes: int
     seconds: float
+    moved: np.ndarray | None = None
 
 
 def check_channel(name: str) -> str:
@@ -242,11 +244,12 @@ def deliver(
     *,
     loss: float = 0.0,
     at_once: int = AT_ONCE,
+    radii: Sequence[float] | None = None,
 ) -> Tally:
     """Send every client's packed reports through the channel and count what the server can use.
 
     loss: each message is lost with this probability; messages after the deadline are late. Neither is used,
-    both are counted.
+    both are counted. radii: of each client's own ranges; single weights without a sender cannot have them.
     """
     check_channel(channel)
     timing = timing or Timing()
@@ -259,7 +262,10 @@ def deliver(
         )
     if timing.predicted and len(timing.predicted) != len(packed):
         raise UserError(f"channel timing is for {len(timing.predicted)} clients, {len(packed)} sent reports.")
+    if radii is not None and (channel == "shuffle-parameters" or len(radii) != len(packed)):
+        raise UserError("radii of single clients: give one per client, and a channel that keeps a client's reports together.")
     ones, arrived = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    moved = None if radii is None else np.zeros(size)
     got = late = 0
     seconds = 0.0
     if channel == "shuffle-parameters":
@@ -284,10 +290,13 @@ def deliver(
                 late += 1
                 continue
             got, seconds = got + 1, when
-            ones += np.unpackbits(packed[client], count=size)
+            bits = np.unpackbits(packed[client], count=size)
+            ones += bits
             arrived += 1
+            if moved is not None and radii is not None:
+                moved += radii[client] * (2.0 * bits - 1.0)
         sent, payload = len(packed), packed.size
-    return Tally(ones, arrived, sent, sent - got - late, late, payload, seconds)
+    return Tally(ones, arrived, sent, sent - got - late, late, payload, seconds, moved)
 
 
 def model_order(clients: int, key: bytes, timing: Timing | None = None) -> list[int]:
@@ -314,8 +323,11 @@ def average(
     """The server's average per weight over the reports that arrived (float32); a weight of which no report
     arrived keeps its previous value. Unbiased for the mean of the clipped weights of those reports."""
     centre, radius = ldp.per_weight(ranges, layout)
-    share = tally.ones / np.maximum(1, tally.arrived)
-    mean = centre + radius * ldp.amplitude(epsilon) * (2.0 * share - 1.0)
+    arrived, factor = np.maximum(1, tally.arrived), ldp.amplitude(epsilon)
+    if tally.moved is None:
+        mean = centre + radius * factor * (2.0 * (tally.ones / arrived) - 1.0)
+    else:
+        mean = centre + factor * (tally.moved / arrived)
     return np.where(tally.arrived > 0, mean, np.asarray(previous, dtype=np.float64)).astype(np.float32)
 
 
