@@ -34,6 +34,7 @@ PROMISE: dict[str, str] = {
     "server_momentum": "no",
     "average": "no",
     "curve": "no",
+    "smoothness": "no: the update carries its noise before",
     "message_loss": "yes: fewer reports hide one weight (shuffled parameters)",
     "client_radii": "no: agreed before training, from nobody's data",
     "delay_proposals": "no: random delays are no shuffler with a proof",

@@ -224,7 +224,7 @@ UNMOVED = {  # key marked "no" -> another value, and a configuration that uses t
     "name": ("x", BASE), "data": ("elsewhere", BASE), "split_seed": (1, BASE), "learning_rate": (0.5, BASE),
     "learning_rate_end": (0.01, BASE), "momentum": (0.5, BASE), "local_optimiser": ("adam", BASE),
     "server_learning_rate": (0.5, BASE), "server_momentum": (0.5, {**BASE, "aggregate": "momentum"}), "average": (0.5, BASE),
-    "client_radii": ([0.1, 0.2], {**REPORTS, "channel": "none"}),
+    "smoothness": (10.0, BASE), "client_radii": ([0.1, 0.2], {**REPORTS, "channel": "none"}),
     "delay_proposals": ([1.0, 3.0], REPORTS), "compute_seconds": ([1.0, 3.0], REPORTS), "network_seconds": ([2.0], REPORTS),
     "slack_seconds": (1.0, REPORTS),
     "curve": ("bezier", BASE), "minimum_clients": (2, BASE), "tuning": ("by hand", BASE),

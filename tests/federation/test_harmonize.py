@@ -10,7 +10,7 @@ import pytest
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.harmonize import events_of, expected_participations
-from fedveil.federation.loop import header_of, play_round, prepare
+from fedveil.federation.loop import _planned, header_of, play_round, prepare
 from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
 from fedveil.federation.store import open_run
@@ -224,3 +224,30 @@ def test_a_nominal_budget_stops_an_l2max_run_where_the_paper_would():
         result = simulate(load_config("fed-alpha-cdp", [*SMALL, *changes]), Path(folder) / "run")
     assert result["rounds"] == 3
     assert not any(row["verdict"] == "sound" for row in result["ledger"])
+
+
+@pytest.mark.parametrize("name", ["udp-fl-gaussian", "fed-sdp-client", "non-private"])
+def test_the_closed_form_moves_a_noised_update_along_the_printed_curve_and_costs_nothing(name):
+    plain, curved = prepared(name), prepared(name, "smoothness=50")
+    state = start(plain.task, plain.initial)
+    now = moment_of(plain.task, state)
+    update = np.random.default_rng(0).normal(0, 1e-3, plain.task.layout.size)
+    places = set()
+    for client in range(4):
+        noised = sanitise_update(plain.task, now, update, client, state.weights).astype(np.float64)
+        sent = sanitise_update(curved.task, now, update, client, state.weights)
+        # By hand: sent = ((1 - r)^2 - (r - r^2) / 5) * noised + 2.4 (r - r^2) / L in every coordinate.
+        slope, offset = np.polyfit(noised, sent, 1)
+        r = (1 - math.sqrt(max(0.0, 1 - 4 * offset * 50 / 2.4))) / 2
+        fits = [abs((1 - p) ** 2 - (p - p * p) / 5 - slope) for p in (r, 1 - r)]
+        assert min(fits) < 1e-3
+        np.testing.assert_allclose(sent, slope * noised + offset, atol=1e-6)
+        places.add(round(offset, 9))
+    assert len(places) == 4  # a coin for each client
+    assert list(_planned(plain)) == list(_planned(curved))
+
+
+@pytest.mark.parametrize("name", ["fed-sdp", "sum-cdp", "ldp-fl", "wind-scaffold"])
+def test_the_closed_form_is_refused_where_updates_carry_no_noise_of_their_own_or_control_variates_need_them(name):
+    with pytest.raises(UserError, match="smoothness"):
+        load_config(name, ["smoothness=10"])

@@ -116,6 +116,9 @@ class RunConfig(BaseModel):
         0.0, ge=0, lt=1, description="share of the last rounds whose models are averaged for use"
     )
     curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
+    smoothness: float | None = Field(
+        None, gt=0, description="L of UDP-FL's closed form (Eq. 6), which each client applies to its noised update; none: off"
+    )
     message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
 
     client_radii: list[float] | None = Field(
@@ -424,6 +427,7 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    _check_bend(config, recipe)
     _check_clock(config, recipe)
     _check_radii(config, recipe)
     if config.loss != "auto" and not loss_names.own(config.loss):
@@ -488,6 +492,18 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
 
 
 CLOCK = ("delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds")
+
+
+def _check_bend(config: RunConfig, recipe: Recipe) -> None:
+    if config.smoothness is None:
+        return
+    if recipe.private and not recipe.place.own_noise:
+        raise UserError(
+            "smoothness: the closed form is applied to a client's update after its noise; here an update has none of its own. "
+            "Use where = step or client"
+        )
+    if recipe.aggregate.knows_senders:
+        raise UserError("smoothness: scaffold's control variates assume plain local steps; use another aggregate")
 
 
 def clock_of(config: RunConfig) -> Clock | None:

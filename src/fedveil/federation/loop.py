@@ -225,6 +225,7 @@ def _task(
         fixed_variance=config.fixed_variance,
         seed=config.seed,
         message_loss=config.message_loss,
+        smoothness=config.smoothness,
         clock=clock_of(config),
         radii=tuple(config.client_radii or ()),
         curve=config.curve,

@@ -125,6 +125,7 @@ class Task:
     clock: channel.Clock | None = None  # what clients say about time (LDP-FL)
     radii: tuple[float, ...] = ()  # of the clients' own ranges, agreed before training, in turn (LDP-FL)
     curve: Literal["polygon", "bezier"] = "polygon"
+    smoothness: float | None = None  # L of UDP-FL's closed form, where clients take it
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
     secure: sums.Terms | None = None  # the sum is opened under masks
 
@@ -367,8 +368,23 @@ def sanitise_update(
         (noised,) = noised_of(task, now, client, 1)
         key = derive(task.root, "upload-noise", now.number, client)[:16]
         update = noised.add(update, key)
+    if task.smoothness is not None:
+        update = bent(task, now, update, client, start)
     draw = generator(task.root, "share", now.number, client) if recipe.thin.share < 1 else None
     return recipe.thin.of(np.asarray(update, np.float32), draw)
+
+
+def bent(task: Task, now: Moment, update: np.ndarray, client: int, start: np.ndarray | None) -> np.ndarray:
+    """The update moved along UDP-FL's closed-form curve from the public model to the client's own (its Eq. 6, as printed).
+
+    Formal guarantee: post-processing. The update carries its noise already (configurations where it does not are refused), and
+    the place on the curve is a coin of its own.
+    """
+    if start is None or task.smoothness is None:
+        raise ValueError("the closed form needs the start weights and a smoothness")
+    wide = start.astype(np.float64)
+    place = float(generator(task.root, "bend", now.number, client).random())
+    return udp.closed_form_update(wide, wide + update, place, task.smoothness) - wide
 
 
 def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout) -> np.ndarray:
