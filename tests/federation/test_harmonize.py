@@ -110,6 +110,14 @@ def test_no_error_is_stated_where_the_formulas_do_not_apply(changes):
     assert noise_errors(run.task, now, 0, run.partition.size(0)) == {}
 
 
+@pytest.mark.parametrize("change", ["local_optimiser=adam", "smoothness=10"])
+def test_no_error_is_stated_for_updates_that_are_no_multiple_of_their_gradients(change):
+    for name, kept in (("udp-fl-gaussian", set()), ("udp-fl-staircase", {"extra_rounds_order"})):
+        run = prepared(name, change)
+        now = moment_of(run.task, start(run.task, run.initial))
+        assert set(noise_errors(run.task, now, 0, run.partition.size(0))) == kept
+
+
 def test_nbafl_uses_its_own_scales_for_its_epsilon():
     run = prepared("nbafl", "epsilon=8", "clip.bound=2", "exposures=1")
     smallest = min(run.partition.size(c) for c in range(4))

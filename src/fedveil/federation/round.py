@@ -276,7 +276,8 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     papers' bound (steps times one step), and with `measure` what this client's noise really was (private).
 
     Empty where the noise is not in the steps, differs from step to step, or is scaled by the data. Control
-    variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch.
+    variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch. Where an update is no
+    such multiple of its gradients (Adam, the closed form) only the order of the extra rounds is left (UDP-FL's Theorem 4).
     """
     recipe = recipe_of(task, client)
     plan = plan_of(task, now, client, size)
@@ -284,18 +285,18 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     if len(set(values)) != 1 or not recipe.noise_on.once or recipe.clip.rule.rescales:
         return {}
     one = values[0]
-    if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
+    if one.follows or not (one.scale > 0 and math.isfinite(one.bound)) or not kernel_of(one.law):
         return {}
+    # Of Staircase noise, but not of the joint one.
+    errors = {"extra_rounds_order": udp.extra_rounds(one.shape, one.scale)} if type(one.law) is Staircase else {}
+    if task.optimiser != SGD or task.smoothness is not None:
+        return errors
     factor = plan.learning_rate / plan.expected_batch
-    if not kernel_of(one.law):
-        return {}
     stairs = one.law if isinstance(one.law, Staircase) else None
     width = (one.shape, one.scale) if stairs else (1.0, one.scale)  # of `expected_l1`: only their product counts without stairs
     name: Any = kernel_of(one.law)
     told = udp.expected_l1(name, *width, task.layout.size, plan.steps, stairs.nu if stairs else None)
-    errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
-    if type(one.law) is Staircase:  # not the joint one
-        errors["extra_rounds_order"] = udp.extra_rounds(one.shape, one.scale)
+    errors |= {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
         total = np.zeros(task.layout.size)

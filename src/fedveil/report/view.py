@@ -380,6 +380,12 @@ def steady(facts: Facts) -> list[str]:
             f"a round's noise puts an expected ℓ1 error of {short(error.pop())} into a client's update "
             f"(the paper's formula, which lets noises not cancel, says {short(bound.pop())})"
         )
+    orders = set(facts.column("extra_rounds_order")) - {None}
+    if len(orders) == 1:
+        said.append(
+            f"Staircase noise costs of the order of {short(orders.pop())} additional rounds (UDP-FL's Theorem 4: nominal, "
+            "an order without its constant)"
+        )
     return said + [
         f"the {label} was {short(next(iter(v)))} in all rounds"
         for label, v in known.items()
