@@ -14,6 +14,7 @@ from fedveil.privacy.schedules import (
     Schedule,
     following_rate,
     parse,
+    resilient_start,
 )
 
 
@@ -135,3 +136,10 @@ def test_the_published_rows_used_other_sigmas_than_stated():
     linear = math.sqrt(2 * math.log(125000)) / AUTHORS_STEP_EPSILON["linear"](at)
     assert np.allclose(linear, [15.76, 3.71], atol=0.01)  # the text says 15 and 4.85
     assert AUTHORS_ROUND_SIGMA["staircase"](np.array([99.0]))[0] == 4  # floored by operator precedence
+
+
+def test_a_resilient_start_makes_the_first_noise_as_wide_as_the_fixed_one():
+    assert resilient_start(4, 6, 1.6) == pytest.approx(15)
+    assert resilient_start(4, 6, 1.6) * 1.6 == pytest.approx(4 * 6)
+    with pytest.raises(UserError):
+        resilient_start(4, 6, 0)

@@ -400,3 +400,11 @@ def test_the_order_of_extra_rounds_under_staircase_noise_stands_in_the_report_as
     order = json.loads((tmp_path / "stairs" / "metrics.jsonl").read_text().splitlines()[0])["extra_rounds_order"]
     said = text_of(page([tmp_path / "stairs"], tmp_path))
     assert f"of the order of {short(order)} additional rounds (UDP-FL's Theorem 4: nominal" in said
+
+
+def test_the_rule_of_a_resilient_start_stands_in_a_private_report_only(tmp_path: Path) -> None:
+    small = ["dataset=cancer", "rounds=2", "local_steps=2", "clients=2", "report=false", "sigma=linear:5:4.85"]
+    simulate(load_config("fed-alpha-cdp-sigma-linear", small), tmp_path / "run")
+    private = text_of(page([tmp_path / "run"], tmp_path, private=True))
+    assert "the rule asks for σ₀" in private and "it was 5: not met" in private
+    assert "resilient start" not in text_of(page([tmp_path / "run"], tmp_path))

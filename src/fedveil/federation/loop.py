@@ -40,6 +40,7 @@ from fedveil.federation.round import (
     moment_of,
     noise_errors,
     plan_of,
+    resilience,
     shuffled,
     start,
     uploads_of,
@@ -368,6 +369,7 @@ def play_round(
         "learning_rate": learning_rate_of(task, state.round),
     }
     private = {**_diagnostics(seen), "made": made.hexdigest()}
+    private |= resilience(task, now, private.get("noise_deviation"))
     if len(clients):
         first = int(clients[0])
         errors = noise_errors(task, now, first, prepared.partition.size(first), prepared.config.diagnostics)

@@ -23,10 +23,11 @@ from fedveil.federation import sums
 from fedveil.jsons import JsonObject
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
+from fedveil.privacy.schedules import PAPERS_SIGMA, resilient_start
 from fedveil.protect import bounded, channel, ldp, udp
 from fedveil.protect.aggregate import Mean, Merged, Momentum
 from fedveil.protect.clip import Seen, Time, values_of
-from fedveil.protect.law import Staircase, kernel_of
+from fedveil.protect.law import Gaussian, Staircase, kernel_of
 from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
 from fedveil.protect.noised import Noised, each
 from fedveil.protect.place import InSum, Reports, downlink
@@ -304,6 +305,22 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
             total += one.add(np.zeros(total.size), key, step)
         errors["measured_l1"] = factor * float(np.abs(total).sum())
     return errors
+
+
+def resilience(task: Task, now: Moment, deviation: object) -> dict[str, float | bool]:
+    """P3's rule for a resilient start of a falling sigma under l2-max, from the first round's noise. Private, as norms are:
+    S follows the gradients. Empty where the rule says nothing.
+
+    deviation: of the noise on the clients' sums, the mean over steps and clients.
+    """
+    recipe, setting = task.recipe, task.setting
+    follows = recipe.scale.batch and task.fixed_variance is None and isinstance(recipe.law, Gaussian) and recipe.noise_on.once
+    last = values_of(recipe.sigma, setting.rounds - 1, setting.rounds, setting.steps)[-1]
+    if now.number != 1 or not follows or not last < now.sigmas[0] or not isinstance(deviation, float) or not deviation > 0:
+        return {}
+    sensitivity = deviation / (sum(now.sigmas) / len(now.sigmas))
+    asked = resilient_start(recipe.clip.piece(now.bounds[0], setting.layers), PAPERS_SIGMA, sensitivity)
+    return {"dynamic_sensitivity": sensitivity, "resilient_start": asked, "resilient_start_met": now.sigmas[0] >= asked}
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,17 @@ def following_rate(schedule: Schedule, learning_rate: float, learning_rate_end: 
     return Schedule("linear", schedule.first, schedule.first * learning_rate_end / learning_rate)
 
 
+PAPERS_SIGMA = 6.0  # the fixed multiplier that the papers found to resist leakage
+
+
+def resilient_start(bound: float, sigma: float, sensitivity: float) -> float:
+    """P3's rule for a first noise multiplier that resists leakage: sigma_0 >= C sigma / S, so that with a smaller
+    dynamic sensitivity S the first noise is as wide as that of the fixed bound C and multiplier sigma."""
+    for name, value in (("bound", bound), ("sigma", sigma), ("sensitivity", sensitivity)):
+        checks.positive(name, value)
+    return bound * sigma / sensitivity
+
+
 # What the published numbers were really computed from (papers.py reproduces them).
 
 AUTHORS_STEP_EPSILON: dict[str, Callable[[Array], Array]] = {
