@@ -16,7 +16,7 @@ from fedveil.jsons import plain
 from fedveil.privacy.events import Claim, Event, Noise, Release, Sampling
 from fedveil.privacy.ledger import Header, Ledger
 
-ANSWER = {"accountant", "epsilon", "delta", "verdict", "reason"}
+ANSWER = {"accountant", "epsilon", "delta", "verdict", "reason", "papers_condition"}
 MNIST = ["--noise-multiplier", "6", "--sampling-rate", "0.01", "--steps", "10000", "--delta", "1e-5"]
 
 
@@ -366,3 +366,21 @@ def test_plain_data_has_nothing_json_cannot_hold() -> None:
 
     data = {"a": np.float64(1.5), "b": [np.int64(2), float("nan")], 3: (Path("x"), np.array([1, 2]))}
     assert plain(data) == {"a": 1.5, "b": [2, None], "3": ["x", [1, 2]]}
+
+
+@pytest.mark.parametrize(("rate", "holds"), [("0.0104", True), ("0.0105", False)])  # 1/(16 * 6) = 0.010417
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "moments", "zcdp", "optimal", "advanced", "basic", "all"])
+def test_the_papers_condition_on_the_rate_is_said_whoever_counts(run: Any, accountant: str, rate: str, holds: bool) -> None:
+    words = ["epsilon", "--noise-multiplier", "6", "--sampling-rate", rate, "--steps", "10", "--accountant", accountant]
+    code, out, _ = run(*words)
+    assert code == 0
+    assert f"condition q < 1/(16 sigma) {'holds' if holds else 'fails'};" in " ".join(out.split())
+    found = in_json(run, *words)
+    assert {row["papers_condition"] for row in (found if isinstance(found, list) else [found])} == {holds}
+
+
+def test_the_papers_condition_is_not_said_of_what_it_is_not_about(run: Any) -> None:
+    for words in (["--mechanism", "laplace", "--clip-norm", "l1"], ["--sampling", "none"]):
+        code, out, _ = run("epsilon", "--noise-multiplier", "6", *words)
+        assert code == 0 and "1/(16" not in out
+        assert in_json(run, "epsilon", "--noise-multiplier", "6", *words)["papers_condition"] is None
