@@ -50,6 +50,7 @@ PROMISE: dict[str, str] = {
     "target_accuracy": "yes: the row is that of all planned rounds, because the stop depends on the data",
     "fixed_variance": "yes: sigma moves with the bound",
     "budget": "yes: `nominal` limits a paper's count and protects nobody",
+    "budget_accountant": "yes: where a nominal budget ends a run",
     "client_epsilons": "yes",
     "client_deltas": "yes",
     "client_mechanisms": "yes",

@@ -154,6 +154,9 @@ class RunConfig(BaseModel):
         "sound",
         description="what target_epsilon limits; nominal: the papers' own count, which protects nobody",
     )
+    budget_accountant: Literal["moments", "zcdp", "optimal", "advanced", "basic"] = Field(
+        "moments", description="which of the papers' accountants counts, with budget = nominal"
+    )
     client_epsilons: list[Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
         None, description="own budget of each client (repeated in turn); inf: no protection at all"
     )
@@ -461,6 +464,10 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
             "client_epsilons, which give promises"
+        )
+    if config.budget_accountant != RunConfig.model_fields["budget_accountant"].default and config.budget == "sound":
+        raise UserError(
+            f"budget_accountant = {config.budget_accountant} counts a nominal budget: set budget = nominal, or leave it out"
         )
     if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
         raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")

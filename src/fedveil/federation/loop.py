@@ -687,7 +687,7 @@ def header_of(prepared: Prepared) -> Header:
         )
     elif config.target_epsilon is not None and config.budget == "nominal":
         budgets = (
-            Budget(config.target_epsilon, config.observer, unit, accountant="moments", verdict="nominal"),
+            Budget(config.target_epsilon, config.observer, unit, accountant=config.budget_accountant, verdict="nominal"),
         )
     elif config.target_epsilon is not None:
         budgets = (Budget(config.target_epsilon, config.observer, unit),)
@@ -800,7 +800,8 @@ def affordable(prepared: Prepared, ledger: Ledger, now: Moment, drawn: np.ndarra
     elif config.target_epsilon is not None:
         why = ledger.would_exceed(release_of(prepared, now, clients))
         if why:
-            return clients, f"target_epsilon = {config.target_epsilon} would be exceeded: {why[0]}"
+            which = "the nominal target_epsilon" if config.budget == "nominal" else "target_epsilon"
+            return clients, f"{which} = {config.target_epsilon} would be exceeded: {why[0]}"
     return clients, ""
 
 
