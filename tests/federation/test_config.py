@@ -87,3 +87,9 @@ def test_reading_a_configuration_loads_no_torch():
     code += "; import sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("rule", ["adam", "adamw"])
+def test_adaclip_is_refused_with_local_steps_that_hide_their_gradients(rule):
+    with pytest.raises(UserError, match=r"clip\.rule = adaclip"):
+        load_config("adaclip", ["dataset=cancer", f"local_optimiser={rule}"])

@@ -16,6 +16,7 @@ from fedveil.privacy.schedules import (
     parse,
     resilient_start,
 )
+from fedveil.protect.catalogue import catalogue
 
 
 @pytest.mark.parametrize("total", [2, 3, 60, 100, 101])
@@ -78,6 +79,15 @@ def test_rounds_and_iterations_are_different_clocks():
     per_step = parse("linear:15:5:iteration").per_iteration(10, 3)
     assert per_step[1] < 15 and per_step[-2] > 5 and per_step[-1] == pytest.approx(5)
     assert parse("linear:15:5:iteration").by == "iteration"
+
+
+@pytest.mark.parametrize("total", range(3, 101))
+def test_the_papers_cyclic_decay_ends_at_its_printed_last_value_whatever_the_total(total):
+    sigma = catalogue()["fed-alpha-cdp-sigma-cyclic"].sigma
+    values, period = sigma.values(total), math.ceil(total / 5)
+    assert values[0] == 15 and values[-1] == 4.85
+    printed = [max(4.85, 7.5 * (math.cos(math.pi * (t % period) / period) + 1)) for t in range(total - 1)]
+    np.testing.assert_allclose(values[:-1], printed)
 
 
 def test_cyclic_schedules_restart_and_respect_the_floor():

@@ -490,6 +490,11 @@ def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
         return
     if recipe.place.sum_only:
         raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
+    if recipe.clip.rule.rescales:
+        raise UserError(
+            f"local_optimiser = {rule}: clip.rule = {recipe.clip.rule.name} reads gradients off the updates, which plain steps "
+            "only allow; use sgd"
+        )
     if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
