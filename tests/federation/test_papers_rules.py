@@ -1,6 +1,7 @@
 """Rules of the papers that a run keeps: a fixed noise deviation, what type 2 reads, conditions that are said."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,3 +97,19 @@ def test_a_nominal_budget_ends_a_run_where_the_papers_formula_ends_it_and_says_t
 def test_the_papers_accountants_count_nominal_budgets_only():
     with pytest.raises(UserError, match="budget = nominal"):
         load_config("fed-cdp", ["dataset=cancer", "budget_accountant=zcdp", "target_epsilon=1"])
+
+
+@pytest.mark.parametrize("sensitivity", ["l2-max", "l2-max-mean"])
+def test_a_given_deviation_follows_no_batch_and_is_promised_like_noise_on_the_bound(sensitivity):
+    given = ["fixed_variance=24", "clip.kind=flat", "clip.bound=4"]
+    ours = prepare(load_config("fed-cdp", [*SMALL, *given, f"sensitivity={sensitivity}"]))
+    plain = prepare(load_config("fed-cdp", [*SMALL, "clip.kind=flat", "clip.bound=4", "sigma=6"]))
+    state = start(ours.task, ours.initial)
+    assert plan_of(ours.task, moment_of(ours.task, state), 0, 100) == plan_of(plain.task, moment_of(plain.task, state), 0, 100)
+    said, known = (claims(r.task.recipe, r.task.setting, moment_of(r.task, state), 100) for r in (ours, plain))
+    assert said == known and "sound" in {one.verdict for one in said}
+    # The noise that is drawn does not move with the data: twice the inputs, the same deviation.
+    wide = replace(ours, task=replace(ours.task, x=2 * ours.task.x))
+    one, two = (play_round(run, state, np.array([0]))[2] for run in (ours, wide))
+    assert one["noise_deviation"] == two["noise_deviation"] and one["norm_max"] != two["norm_max"]
+

@@ -30,6 +30,7 @@ from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.channel import Clock
+from fedveil.protect.clip import Scale
 from fedveil.protect.place import Reports
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training import loss_names
@@ -245,6 +246,9 @@ class RunConfig(BaseModel):
     def built_recipe(self) -> Recipe:
         """The recipe with this configuration's changes; a bound that follows the learning rate gets its values."""
         recipe = with_changes(self._base(), self.protect)
+        if self.fixed_variance is not None and recipe.scale.batch:
+            # The deviation is given, whatever the batch: nothing follows its largest norm any more, and sigma is this / bound.
+            recipe = replace(recipe, scale=Scale())
         bound = following_rate(recipe.clip.bound, self.learning_rate, self.learning_rate_end)
         return (
             recipe if bound is recipe.clip.bound else replace(recipe, clip=replace(recipe.clip, bound=bound))
