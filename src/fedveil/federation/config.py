@@ -464,6 +464,16 @@ def check_config(config: RunConfig) -> None:
             "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
             "composes: use one of the two"
         )
+    _check_budgets(config)
+    if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
+        raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
+    if recipe.aggregate.needs_public and config.validation <= 0:
+        raise UserError(
+            f"aggregate = {recipe.aggregate.name} trains on public data at the server: set validation = 0.1 or more"
+        )
+
+
+def _check_budgets(config: RunConfig) -> None:
     if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
         raise UserError(
             "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
@@ -480,12 +490,6 @@ def check_config(config: RunConfig) -> None:
             raise UserError("client_deltas belong to client_epsilons: give both, or neither")
         if any(not 0 < delta < 1 for delta in config.client_deltas):
             raise UserError("client_deltas: each must be between 0 and 1")
-    if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
-        raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
-    if recipe.aggregate.needs_public and config.validation <= 0:
-        raise UserError(
-            f"aggregate = {recipe.aggregate.name} trains on public data at the server: set validation = 0.1 or more"
-        )
 
 
 def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
