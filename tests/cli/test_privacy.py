@@ -16,7 +16,7 @@ from fedveil.jsons import plain
 from fedveil.privacy.events import Claim, Event, Noise, Release, Sampling
 from fedveil.privacy.ledger import Header, Ledger
 
-ANSWER = {"accountant", "epsilon", "delta", "verdict", "reason"}
+ANSWER = {"accountant", "epsilon", "delta", "verdict", "reason", "papers_condition"}
 MNIST = ["--noise-multiplier", "6", "--sampling-rate", "0.01", "--steps", "10000", "--delta", "1e-5"]
 
 
@@ -374,3 +374,21 @@ def test_a_ledger_shows_what_was_trained_elsewhere_on_public_data(run, tmp_path)
     assert Ledger.read(tmp_path / "ledger.jsonl").header.public == (note,)
     code, shown, _ = run("ledger", tmp_path)
     assert code == 0 and note[1:] in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(("rate", "holds"), [("0.0104", True), ("0.0105", False)])  # 1/(16 * 6) = 0.010417
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "moments", "zcdp", "optimal", "advanced", "basic", "all"])
+def test_the_papers_condition_on_the_rate_is_said_whoever_counts(run: Any, accountant: str, rate: str, holds: bool) -> None:
+    words = ["epsilon", "--noise-multiplier", "6", "--sampling-rate", rate, "--steps", "10", "--accountant", accountant]
+    code, out, _ = run(*words)
+    assert code == 0
+    assert f"condition q < 1/(16 sigma) {'holds' if holds else 'fails'};" in " ".join(out.split())
+    found = in_json(run, *words)
+    assert {row["papers_condition"] for row in (found if isinstance(found, list) else [found])} == {holds}
+
+
+def test_the_papers_condition_is_not_said_of_what_it_is_not_about(run: Any) -> None:
+    for words in (["--mechanism", "laplace", "--clip-norm", "l1"], ["--sampling", "none"]):
+        code, out, _ = run("epsilon", "--noise-multiplier", "6", *words)
+        assert code == 0 and "1/(16" not in out
+        assert in_json(run, "epsilon", "--noise-multiplier", "6", *words)["papers_condition"] is None

@@ -93,3 +93,9 @@ def test_reading_a_configuration_loads_no_torch():
 @pytest.mark.parametrize("engine", pool.ENGINES)
 def test_every_engine_can_be_named(engine):
     assert load_config("fed-cdp-sound", [f"engine={engine}"]).engine == engine
+
+
+@pytest.mark.parametrize("rule", ["adam", "adamw"])
+def test_adaclip_is_refused_with_local_steps_that_hide_their_gradients(rule):
+    with pytest.raises(UserError, match=r"clip\.rule = adaclip"):
+        load_config("adaclip", ["dataset=cancer", f"local_optimiser={rule}"])

@@ -10,9 +10,10 @@ import pytest
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.harmonize import events_of, expected_participations
-from fedveil.federation.loop import header_of, play_round, prepare
+from fedveil.federation.loop import _planned, header_of, play_round, prepare
 from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
+from fedveil.federation.store import open_run
 from fedveil.privacy.accountants import answer
 from fedveil.privacy.papers import table_epsilon
 from fedveil.protect import noise, udp
@@ -109,6 +110,14 @@ def test_no_error_is_stated_where_the_formulas_do_not_apply(changes):
     assert noise_errors(run.task, now, 0, run.partition.size(0)) == {}
 
 
+@pytest.mark.parametrize("change", ["local_optimiser=adam", "smoothness=10"])
+def test_no_error_is_stated_for_updates_that_are_no_multiple_of_their_gradients(change):
+    for name, kept in (("udp-fl-gaussian", set()), ("udp-fl-staircase", {"extra_rounds_order"})):
+        run = prepared(name, change)
+        now = moment_of(run.task, start(run.task, run.initial))
+        assert set(noise_errors(run.task, now, 0, run.partition.size(0))) == kept
+
+
 def test_nbafl_uses_its_own_scales_for_its_epsilon():
     run = prepared("nbafl", "epsilon=8", "clip.bound=2", "exposures=1")
     smallest = min(run.partition.size(c) for c in range(4))
@@ -147,14 +156,47 @@ def test_the_anchor_is_the_model_of_the_weakest_client_among_those_present():
     np.testing.assert_allclose(after.anchor.weights, alone.weights, atol=1e-6)
 
 
+def test_the_pull_is_measured_from_the_weakest_client_present_and_its_own_is_none():
+    run = prepared("udp-fl-gaussian", "client_epsilons=[8, 2, 4, 6]", "heterogeneity=true")
+    after, _, _ = play_round(run, start(run.task, run.initial), np.array([1, 2, 3]))
+    now = moment_of(run.task, after)
+    pulls = [plan_of(run.task, now, client, 100).penalty for client in range(4)]
+    assert pulls == pytest.approx([0, 4 / 6, 2 / 6, 0])  # client 3 is the weakest that was there; 0 is weaker still
+    assert moment_of(run.task, start(run.task, run.initial).restored(after.memory())).weakest == pytest.approx(6)
+
+
 def test_an_infinite_budget_is_no_protection_and_no_penalty_is_infinite():
     run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", "heterogeneity=true")
-    now = moment_of(run.task, start(run.task, run.initial))
+    after, _, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    now = moment_of(run.task, after)
     plans = [plan_of(run.task, now, client, 100) for client in (0, 1)]
     assert (plans[0].noised, plans[0].clip, plans[0].penalty) == ((), "none", 0.0)
     assert plans[1].law.name == "gaussian" and plans[1].penalty == 1.0
     header = header_of(run)
     assert {budget.client for budget in header.budgets} == {1, 3}
+
+
+@pytest.mark.parametrize("clip", ["flat", "layer"])
+def test_a_round_of_clients_with_and_without_protection_is_played_and_its_norms_are_those_of_clipped_gradients(clip):
+    run = prepared("udp-fl-gaussian", "client_epsilons=[inf, 2]", f"clip.kind={clip}")
+    state = start(run.task, run.initial)
+    _, facts, private = play_round(run, state, np.arange(4))
+    assert facts["uploads"] == 4 and len(private["client_loss"]) == 4
+    _, _, only = play_round(run, state, np.array([1, 3]))
+    if clip == "flat":  # an unprotected client has norms per layer, which are no norms of the whole
+        assert private["norm_max"] == only["norm_max"] and private["norm_mean"] == only["norm_mean"]
+    else:
+        assert len(private["norm_max"]) == run.task.layout.layers
+        assert all(both >= own for both, own in zip(private["norm_max"], only["norm_max"], strict=True))
+
+
+def test_a_run_with_an_infinite_budget_is_written_read_and_reported(tmp_path):
+    config = load_config("udp-fl-gaussian", [*SMALL, "rounds=1", "client_epsilons=[inf, 2]"])
+    simulate(config, tmp_path / "run")
+    assert open_run(tmp_path / "run").config == config
+    rows = simulate(config, tmp_path / "run", resume=True)["ledger"]
+    found = [row for row in rows if (row["observer"], row["unit"]) == ("server", "example")]
+    assert "none" in {row["verdict"] for row in found} and "sound" not in {row["verdict"] for row in found}
 
 
 def test_a_client_with_a_smaller_delta_of_its_own_gets_more_noise_and_that_budget():
@@ -190,3 +232,30 @@ def test_a_nominal_budget_stops_an_l2max_run_where_the_paper_would():
         result = simulate(load_config("fed-alpha-cdp", [*SMALL, *changes]), Path(folder) / "run")
     assert result["rounds"] == 3
     assert not any(row["verdict"] == "sound" for row in result["ledger"])
+
+
+@pytest.mark.parametrize("name", ["udp-fl-gaussian", "fed-sdp-client", "non-private"])
+def test_the_closed_form_moves_a_noised_update_along_the_printed_curve_and_costs_nothing(name):
+    plain, curved = prepared(name), prepared(name, "smoothness=50")
+    state = start(plain.task, plain.initial)
+    now = moment_of(plain.task, state)
+    update = np.random.default_rng(0).normal(0, 1e-3, plain.task.layout.size)
+    places = set()
+    for client in range(4):
+        noised = sanitise_update(plain.task, now, update, client, state.weights).astype(np.float64)
+        sent = sanitise_update(curved.task, now, update, client, state.weights)
+        # By hand: sent = ((1 - r)^2 - (r - r^2) / 5) * noised + 2.4 (r - r^2) / L in every coordinate.
+        slope, offset = np.polyfit(noised, sent, 1)
+        r = (1 - math.sqrt(max(0.0, 1 - 4 * offset * 50 / 2.4))) / 2
+        fits = [abs((1 - p) ** 2 - (p - p * p) / 5 - slope) for p in (r, 1 - r)]
+        assert min(fits) < 1e-3
+        np.testing.assert_allclose(sent, slope * noised + offset, atol=1e-6)
+        places.add(round(offset, 9))
+    assert len(places) == 4  # a coin for each client
+    assert list(_planned(plain)) == list(_planned(curved))
+
+
+@pytest.mark.parametrize("name", ["fed-sdp", "sum-cdp", "ldp-fl", "wind-scaffold"])
+def test_the_closed_form_is_refused_where_updates_carry_no_noise_of_their_own_or_control_variates_need_them(name):
+    with pytest.raises(UserError, match="smoothness"):
+        load_config(name, ["smoothness=10"])

@@ -15,7 +15,7 @@ from fedveil.data.datasets import load
 from fedveil.errors import UserError
 from fedveil.federation import loop
 from fedveil.federation.config import load_config
-from fedveil.federation.loop import prepare, release_of, run
+from fedveil.federation.loop import play_round, prepare, release_of, run
 from fedveil.federation.round import moment_of, start
 from fedveil.federation.store import checkpoints, open_run
 from fedveil.privacy.ledger import Ledger
@@ -406,3 +406,23 @@ def test_a_preparation_fitted_on_private_rows_ends_every_promise_before_the_firs
     assert after_upload and all(row["verdict"] == "none" and "mean and deviation" in row["reason"] for row in after_upload)
     control = run(load_config("fed-cdp-sound", SMALL), tmp_path / "control")
     assert any(row["verdict"] == "sound" for row in control["ledger"])
+
+
+@pytest.mark.parametrize(("sigma", "met"), [("linear:5.9:4.85", False), ("linear:1e6:4.85", True)])
+def test_a_falling_sigma_under_l2_max_is_held_against_the_rule_of_a_resilient_start_in_private(sigma, met):
+    changes = ["dataset=cancer", "clients=2", "rounds=3", "local_steps=2", "batch_size=8", f"sigma={sigma}"]
+    run = prepare(load_config("fed-alpha-cdp-sigma-linear", changes))
+    state = start(run.task, run.initial)
+    after, facts, private = play_round(run, state, np.arange(2))
+    largest = max(private["norm_max"])
+    assert 0 < private["dynamic_sensitivity"] <= min(4.0, largest) * (1 + 1e-6)  # S is at most the clipped norms' largest
+    assert private["resilient_start"] == pytest.approx(4 * 6 / private["dynamic_sensitivity"])
+    assert private["resilient_start_met"] is met
+    assert not set(facts) & {"dynamic_sensitivity", "resilient_start", "resilient_start_met"}
+    assert "resilient_start" not in play_round(run, after, np.arange(2))[2]  # about the start only
+
+
+@pytest.mark.parametrize("name", ["fed-cdp", "fed-alpha-cdp"])
+def test_the_rule_of_a_resilient_start_says_nothing_of_a_fixed_bound_or_a_fixed_sigma(name):
+    run = prepare(load_config(name, ["dataset=cancer", "clients=2", "rounds=3", "local_steps=2"]))
+    assert "resilient_start" not in play_round(run, start(run.task, run.initial), np.arange(2))[2]

@@ -1,12 +1,15 @@
 """Rules of the papers that a run keeps: a fixed noise deviation, what type 2 reads, conditions that are said."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, plan_of, start
 from fedveil.federation.view import view
 from fedveil.privacy.papers import condition_words
@@ -56,3 +59,57 @@ def test_random_noise_has_the_papers_variance():
     now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
     assert now.sigmas[0] ** 2 == pytest.approx(0.01)
     assert plan_of(task, now, 0, 100).noised == ()
+
+
+def steps_until(name, sigma, rate, budget, steps=4):
+    """Rounds of `steps` steps that a paper's formula allows, without any of the ledger's code."""
+    before = [k for k in range(1, 40) if spent_after(name, sigma, rate, k * steps) <= budget]
+    return max(before, default=0)
+
+
+def spent_after(name, sigma, rate, count):
+    delta = 1e-5
+    one = math.log1p(rate * math.expm1(math.sqrt(2 * math.log(1.25 / delta)) / sigma))
+    if name == "basic":
+        return count * one
+    if name == "advanced":
+        return one * math.sqrt(2 * count * math.log(1 / delta)) + count * one * math.expm1(one)
+    if name == "optimal":
+        return count * one * math.tanh(one / 2) + math.sqrt(2 * count) * one * math.sqrt(
+            math.log(math.e + math.sqrt(count) * one / delta)
+        )
+    rho = count * (rate / sigma) ** 2
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+@pytest.mark.parametrize(("name", "budget"), [("basic", 4.0), ("advanced", 3.0), ("optimal", 3.0), ("zcdp", 0.4)])
+def test_a_nominal_budget_ends_a_run_where_the_papers_formula_ends_it_and_says_that_it_is_nominal(name, budget, tmp_path):
+    few = ["dataset=cancer", "clients=4", "local_steps=4", "batch_size=8", "rounds=12", "sigma=6", "report=false"]
+    limit = ["budget=nominal", f"budget_accountant={name}", f"target_epsilon={budget}"]
+    config = load_config("fed-cdp", [*few, *limit])
+    result = simulate(config, tmp_path / "run")
+    prepared = prepare(config)
+    rate = 8 * 4 / prepared.partition.examples
+    assert 0 < result["rounds"] == steps_until(name, 6.0, rate, budget) < 12
+    assert "nominal target_epsilon" in result["stopped"] and f"nominal epsilon by {name}" in result["stopped"]
+
+
+def test_the_papers_accountants_count_nominal_budgets_only():
+    with pytest.raises(UserError, match="budget = nominal"):
+        load_config("fed-cdp", ["dataset=cancer", "budget_accountant=zcdp", "target_epsilon=1"])
+
+
+@pytest.mark.parametrize("sensitivity", ["l2-max", "l2-max-mean"])
+def test_a_given_deviation_follows_no_batch_and_is_promised_like_noise_on_the_bound(sensitivity):
+    given = ["fixed_variance=24", "clip.kind=flat", "clip.bound=4"]
+    ours = prepare(load_config("fed-cdp", [*SMALL, *given, f"sensitivity={sensitivity}"]))
+    plain = prepare(load_config("fed-cdp", [*SMALL, "clip.kind=flat", "clip.bound=4", "sigma=6"]))
+    state = start(ours.task, ours.initial)
+    assert plan_of(ours.task, moment_of(ours.task, state), 0, 100) == plan_of(plain.task, moment_of(plain.task, state), 0, 100)
+    said, known = (claims(r.task.recipe, r.task.setting, moment_of(r.task, state), 100) for r in (ours, plain))
+    assert said == known and "sound" in {one.verdict for one in said}
+    # The noise that is drawn does not move with the data: twice the inputs, the same deviation.
+    wide = replace(ours, task=replace(ours.task, x=2 * ours.task.x))
+    one, two = (play_round(run, state, np.array([0]))[2] for run in (ours, wide))
+    assert one["noise_deviation"] == two["noise_deviation"] and one["norm_max"] != two["norm_max"]
+

@@ -24,6 +24,7 @@ from fedveil.federation.round import (
     start,
     uploads_of,
 )
+from fedveil.federation.view import result_of
 from fedveil.models.layout import Layout
 from fedveil.protect.catalogue import get
 from fedveil.protect.memory import NOTHING
@@ -203,3 +204,94 @@ def test_an_l1_clip_of_an_update_bounds_its_l1_norm():
     recipe = with_changes(get("udp-fl-laplace"), {"clip.norm": "l1"})
     clipped = clip_update(np.full(100, 0.5, np.float32), 1.0, recipe, LAYOUT)
     assert np.abs(clipped.astype(np.float64)).sum() <= 1.0
+
+
+CLOCK = ("delay_proposals=[2, 4, 4, 60]", "compute_seconds=[1, 5, 2, 3]", "network_seconds=[0.5]")
+
+
+def test_a_run_of_reports_records_its_agreed_delay_and_what_came_late():
+    run = prepared("ldp-fl", "channel=shuffle-parameters", *CLOCK, "overrun_seconds=[0, 0, 1, 0]")
+    _, facts, _ = play_round(run, start(run.task, run.initial), np.arange(4))
+    size = run.task.layout.size
+    assert facts["delay_seconds"] == 4.0 and facts["slowest_seconds"] == 5.5
+    assert facts["messages"] == 4 * size and facts["dropped"] == 0
+    # A client that is a quarter of T behind has a quarter of its messages after the end; 5 deviations of that count.
+    assert abs(facts["late"] - size / 4) < 5 * math.sqrt(size * 3 / 16)
+    assert facts["last_message_seconds"] <= 9.5 * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["none", "shuffle-models", "shuffle-parameters"])
+def test_a_client_that_is_late_throughout_is_not_used_and_the_others_reports_are(kind):
+    clock = CLOCK[1:] if kind == "none" else CLOCK
+    run = prepared("ldp-fl", f"channel={kind}", *clock, "overrun_seconds=[0, 0, 100, 0]")
+    state = start(run.task, run.initial)
+    with_late, facts, _ = play_round(run, state, np.arange(4))
+    without, _, _ = play_round(run, state, np.array([0, 1, 3]))
+    np.testing.assert_array_equal(with_late.weights, without.weights)
+    assert facts["late"] == (run.task.layout.size if kind == "shuffle-parameters" else 1)
+
+
+def test_delays_hide_nobody_and_reports_that_may_be_late_do_not_count_as_a_crowd():
+    plain = moment_of(*(lambda r: (r.task, start(r.task, r.initial)))(prepared("ldp-fl", "channel=shuffle-parameters")))
+    for more, crowd in ((CLOCK, 4), ((*CLOCK, "overrun_seconds=[0.1]"), 1)):
+        run = prepared("ldp-fl", "channel=shuffle-parameters", *more)
+        assert moment_of(run.task, start(run.task, run.initial)) == replace(plain, arrived=crowd)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("ldp-fl", ["delay_proposals=[]"], "at least one"),
+        ("ldp-fl", ["delay_proposals=[0.0]"], "above 0"),
+        ("ldp-fl", ["compute_seconds=[-1.0]"], "0 or more"),
+        ("ldp-fl", ["channel=none", "delay_proposals=[1.0]"], "nothing is delayed"),
+        ("fed-cdp", ["compute_seconds=[1.0]"], "two-valued"),
+    ],
+)
+def test_times_that_mean_nothing_are_refused(name, changes, word):
+    with pytest.raises(UserError, match=word):
+        load_config(name, [*SMALL, *changes])
+
+
+OWN_RADII = ("channel=none", "client_radii=[0.02, 0.1, 0.5]")
+
+
+def test_each_client_reports_two_values_of_its_own_radius():
+    run = prepared("ldp-fl", *OWN_RADII)
+    state, factor = start(run.task, run.initial), 1 / math.tanh(run.task.recipe.epsilon / 2)
+    for client, radius in enumerate((0.02, 0.1, 0.5, 0.02)):
+        alone, facts, _ = play_round(run, state, np.array([client]))
+        np.testing.assert_allclose(np.unique(alone.weights), [-radius * factor, radius * factor], rtol=1e-6)
+        assert facts["radius"] == [0.02, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["none", "shuffle-models"])
+def test_the_average_over_clients_with_radii_of_their_own_is_unbiased_for_their_clipped_weights(kind):
+    run = prepared("ldp-fl", *OWN_RADII, f"channel={kind}")
+    state, size, repeats = start(run.task, run.initial), run.task.layout.size, 300
+    weights = np.random.default_rng(5).normal(0, 0.2, (3, size))
+    result = result_of(weights - state.weights)
+    total = np.zeros(size)
+    for number in range(repeats):
+        now = replace(moment_of(run.task, state), number=number + 1)
+        total += merge(run.task, state, now, uploads_of(run.task, now, state, [0, 1, 2], result))[0].weights
+    radii, factor = np.array([[0.02], [0.1], [0.5]]), 1 / math.tanh(run.task.recipe.epsilon / 2)
+    clipped = np.clip(weights, -radii, radii)
+    deviation = np.sqrt(((radii * factor) ** 2 - clipped**2).sum(0) / 9 / repeats)
+    z = (total / repeats - clipped.mean(0)) / deviation  # `size` of them: each within 5.5 but for one seed in 1e4
+    assert np.abs(z).max() < 5.5 and abs(z.mean()) < 5 / math.sqrt(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("ldp-fl", ["channel=none", "client_radii=[]"], "at least one"),
+        ("ldp-fl", ["channel=none", "client_radii=[0.1, 0.0]"], "above 0"),
+        ("ldp-fl", ["channel=none", "client_radii=[0.1]", "ranges=adaptive"], "ranges = fixed"),
+        ("ldp-fl", ["client_radii=[0.1]"], "channel = none"),
+        ("fed-cdp", ["client_radii=[0.1]"], "two-valued"),
+    ],
+)
+def test_radii_of_single_clients_are_refused_where_they_tell_or_mean_nothing(name, changes, word):
+    with pytest.raises(UserError, match=word):
+        load_config(name, [*SMALL, *changes])

@@ -32,6 +32,17 @@ def test_nothing_private_is_in_the_copy(recipe, more, tmp_path):
     assert {row["observer"] for row in rows} == {"server", "client-process", "participants", "public"}
 
 
+def test_what_is_one_clients_own_stays_at_home(tmp_path):
+    own = ["client_epsilons=[4.25, 8.125]", "client_deltas=[1.5e-5]", 'client_mechanisms=["gaussian", "laplace"]', "clients=2"]
+    timed = ["client_radii=[0.03125]", "compute_seconds=[3.0625]", "network_seconds=[5.0625]", "overrun_seconds=[7.0625]"]
+    (tmp_path / "other").mkdir()
+    made_runs = made(tmp_path, "udp-fl", *own), made(tmp_path / "other", "ldp-fl", "clients=2", "channel=none", *timed)
+    for number, one in enumerate(made_runs):
+        share(one, tmp_path / f"copy{number}")
+        config = json.loads((tmp_path / f"copy{number}" / "shareable-run.json").read_text())["config"]
+        assert not [key for key in config if key.startswith("client_") or key.endswith(("_seconds", "_proposals"))]
+
+
 def test_a_model_goes_along_where_the_public_row_holds_or_its_owner_says_so(tmp_path):
     ours = made(tmp_path, "fed-cdp-sound", "clients=3", "secure_noise=true")
     assert "model.safetensors" in share(ours, tmp_path / "sound")["files"]

@@ -25,7 +25,7 @@ from fedveil.flower import client_app, server, wire
 from fedveil.flower import node as nodes
 from fedveil.flower.grid import LocalGrid
 from fedveil.flower.node import ledger_of
-from fedveil.flower.server import Options, gather, options_of, serve
+from fedveil.flower.server import Options, gather, options_of, parties_of, serve
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.ledger.journal import read
 from fedveil.protect import bounded, place
@@ -621,6 +621,11 @@ def test_reports_travel_as_one_bit_per_weight(tmp_path: Path) -> None:
     federate(tmp_path, config)
     size = loop.prepare(config).initial.size
     assert open_run(tmp_path / "run").metrics[0]["bytes_up"] == 4 * -(-size // 8)
+
+
+def test_a_simulated_clock_is_refused_where_time_is_real() -> None:
+    with pytest.raises(UserError, match="nodes take the time they take"):
+        parties_of(config_of("ldp-fl", compute_seconds=[1.0]), options_of({"out": "x"}))
 
 
 def test_a_wrong_option_names_itself() -> None:

@@ -14,7 +14,9 @@ from fedveil.privacy.schedules import (
     Schedule,
     following_rate,
     parse,
+    resilient_start,
 )
+from fedveil.protect.catalogue import catalogue
 
 
 @pytest.mark.parametrize("total", [2, 3, 60, 100, 101])
@@ -79,6 +81,15 @@ def test_rounds_and_iterations_are_different_clocks():
     assert parse("linear:15:5:iteration").by == "iteration"
 
 
+@pytest.mark.parametrize("total", range(3, 101))
+def test_the_papers_cyclic_decay_ends_at_its_printed_last_value_whatever_the_total(total):
+    sigma = catalogue()["fed-alpha-cdp-sigma-cyclic"].sigma
+    values, period = sigma.values(total), math.ceil(total / 5)
+    assert values[0] == 15 and values[-1] == 4.85
+    printed = [max(4.85, 7.5 * (math.cos(math.pi * (t % period) / period) + 1)) for t in range(total - 1)]
+    np.testing.assert_allclose(values[:-1], printed)
+
+
 def test_cyclic_schedules_restart_and_respect_the_floor():
     values = parse("cosine-cyclic:15:floor=4:cycles=5").values(100)
     assert values[0] == values[20] == values[80] == 15
@@ -135,3 +146,10 @@ def test_the_published_rows_used_other_sigmas_than_stated():
     linear = math.sqrt(2 * math.log(125000)) / AUTHORS_STEP_EPSILON["linear"](at)
     assert np.allclose(linear, [15.76, 3.71], atol=0.01)  # the text says 15 and 4.85
     assert AUTHORS_ROUND_SIGMA["staircase"](np.array([99.0]))[0] == 4  # floored by operator precedence
+
+
+def test_a_resilient_start_makes_the_first_noise_as_wide_as_the_fixed_one():
+    assert resilient_start(4, 6, 1.6) == pytest.approx(15)
+    assert resilient_start(4, 6, 1.6) * 1.6 == pytest.approx(4 * 6)
+    with pytest.raises(UserError):
+        resilient_start(4, 6, 0)

@@ -211,3 +211,24 @@ def test_wrong_settings_are_refused(arguments: dict) -> None:
         channel.deliver("shuffle-parameter", random_reports(2, 8), 8, KEY)
     with pytest.raises(UserError):
         Timing(0.0)
+
+
+def test_the_longest_delay_is_the_median_of_the_proposals_of_those_present() -> None:
+    assert channel.agree_spread([1.0, 2.0, 3.0]) == channel.agree_spread([1.0, 2.0, 1e9]) == 2.0
+    clock = channel.Clock((1.0, 2.0, 10.0), compute=(5.0, 1.0, 2.0), network=(1.0,), overrun=(0.0, 0.5))
+    assert clock.timing([0, 1, 2]).spread == 2.0 and clock.timing([1, 2]).spread == 6.0
+    timing = clock.timing([1, 2, 3])  # client 3 speaks as client 0, in turn
+    assert timing.predicted == (2.0, 3.0, 6.0) and timing.slowest() == 6.0
+    assert [timing.ready(k) for k in range(3)] == [6.5, 6.0, 6.5]  # everybody waits for the slowest; 1 and 3 overrun
+    for wrong in ([], [1.0, -1.0], [1.0, float("inf")]):
+        with pytest.raises(UserError):
+            channel.agree_spread(wrong)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e6), st.floats(0, 1e6), st.floats(0, 1e3)), min_size=1, max_size=5))
+@pytest.mark.parametrize("kind", channel.CHANNELS)
+def test_whoever_keeps_to_its_announced_time_is_never_late(kind: str, told: list) -> None:
+    proposals, compute, network = (tuple(values) for values in zip(*told, strict=True))
+    timing = channel.Clock(proposals, compute, network).timing(range(len(told)))
+    tally = channel.deliver(kind, random_reports(len(told), 9), 9, KEY, timing)
+    assert tally.late == tally.dropped == 0 and (tally.arrived == len(told)).all()

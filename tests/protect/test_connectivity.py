@@ -158,16 +158,3 @@ def test_the_paths_of_a_run_are_recorded_and_stand_in_its_report(tmp_path) -> No
     con.plot_paths(routes, tmp_path / "paths.png")
     write_report([tmp_path / "run"], tmp_path / "page.html")
     assert "Public loss between merged models" in (tmp_path / "page.html").read_text("utf-8")
-
-
-def test_the_closed_form_is_the_printed_one() -> None:
-    w, v = np.array([1.0, -2.0]), np.array([0.5, 3.0])
-    theta = con.closed_form_bend(w, v, 10.0)
-    assert theta == pytest.approx([0.12 + 1.1 - 0.05, 0.12 - 2.2 - 0.3])
-    assert con.closed_form_update(w, v, 0.0, 10.0) == pytest.approx(v)
-    assert con.closed_form_update(w, v, 1.0, 10.0) == pytest.approx(w)
-    # It is meant to make the mean step over r ~ U(0, 1) equal 1/L. It does not; 3/L + 2w - v would.
-    r = ((np.arange(2000) + 0.5) / 2000)[:, None]
-    for bend, holds in ((theta, False), (3 / 10.0 + 2 * w - v, True)):
-        step = ((1 - r) ** 2 * v + 2 * (r - r**2) * bend + r**2 * w - w).mean(axis=0)
-        assert bool(np.abs(step - 0.1).max() < 1e-6) is holds

@@ -14,10 +14,11 @@ from fedveil.protect import udp
 
 
 def test_the_penalty_grows_with_the_distance_to_the_weakest_budget() -> None:
-    assert udp.penalties({1: 2.0, 2: 8.0, 3: 4.0}) == {1: 0.75, 2: 0.0, 3: 0.5}
-    assert udp.penalties({1: 2.0, 2: math.inf}) == {1: 1.0, 2: 0.0}
-    with pytest.raises(UserError, match="client 4"):
-        udp.penalties({4: 0.0})
+    assert [udp.penalty(epsilon, 8.0) for epsilon in (2.0, 8.0, 4.0)] == [0.75, 0.0, 0.5]
+    assert [udp.penalty(epsilon, math.inf) for epsilon in (2.0, math.inf)] == [1.0, 0.0]
+    assert udp.penalty(8.0, 2.0) == udp.penalty(math.inf, 2.0) == 0.0  # it has a better model than w_max itself
+    with pytest.raises(UserError, match="above 0"):
+        udp.penalty(0.0, 1.0)
 
 
 def staircase_draws(lam: float, nu: float, n: int, seed: int) -> np.ndarray:
@@ -108,3 +109,16 @@ def test_nbafl_noise_follows_the_published_scales() -> None:
     assert client == pytest.approx(100 * up)
     with pytest.raises(UserError):
         udp.nbafl_scales(0.0, 1e-2, 20.0, 100, 50, 25)
+
+
+def test_the_closed_form_is_the_printed_one() -> None:
+    w, v = np.array([1.0, -2.0]), np.array([0.5, 3.0])
+    theta = udp.closed_form_bend(w, v, 10.0)
+    assert theta == pytest.approx([0.12 + 1.1 - 0.05, 0.12 - 2.2 - 0.3])
+    assert udp.closed_form_update(w, v, 0.0, 10.0) == pytest.approx(v)
+    assert udp.closed_form_update(w, v, 1.0, 10.0) == pytest.approx(w)
+    # It is meant to make the mean step over r ~ U(0, 1) equal 1/L. It does not; 3/L + 2w - v would.
+    r = ((np.arange(2000) + 0.5) / 2000)[:, None]
+    for bend, holds in ((theta, False), (3 / 10.0 + 2 * w - v, True)):
+        step = ((1 - r) ** 2 * v + 2 * (r - r**2) * bend + r**2 * w - w).mean(axis=0)
+        assert bool(np.abs(step - 0.1).max() < 1e-6) is holds

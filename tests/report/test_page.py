@@ -24,6 +24,7 @@ from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card
 from fedveil.report.facts import gather, main_row, roc_of
 from fedveil.report.page import write_report
+from fedveil.report.plots import short
 from fedveil.report.view import tiles
 
 PICTURE = bytes.fromhex(  # a PNG of one grey pixel
@@ -406,3 +407,19 @@ def test_the_report_names_both_distortion_bounds_for_what_they_bound(made: dict[
     assert (
         "every change of all parameters shorter than" in said and "change of the input shorter than" in said
     )
+
+
+def test_the_order_of_extra_rounds_under_staircase_noise_stands_in_the_report_as_nominal(tmp_path: Path) -> None:
+    small = ["rounds=2", "local_steps=2", "clients=2", "report=false", "sigma=3"]
+    simulate(load_config("udp-fl-staircase", small), tmp_path / "stairs")
+    order = json.loads((tmp_path / "stairs" / "metrics.jsonl").read_text().splitlines()[0])["extra_rounds_order"]
+    said = text_of(page([tmp_path / "stairs"], tmp_path))
+    assert f"of the order of {short(order)} additional rounds (UDP-FL's Theorem 4: nominal" in said
+
+
+def test_the_rule_of_a_resilient_start_stands_in_a_private_report_only(tmp_path: Path) -> None:
+    small = ["dataset=cancer", "rounds=2", "local_steps=2", "clients=2", "report=false", "sigma=linear:5:4.85"]
+    simulate(load_config("fed-alpha-cdp-sigma-linear", small), tmp_path / "run")
+    private = text_of(page([tmp_path / "run"], tmp_path, private=True))
+    assert "the rule asks for σ₀" in private and "it was 5: not met" in private
+    assert "resilient start" not in text_of(page([tmp_path / "run"], tmp_path))

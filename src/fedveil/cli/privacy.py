@@ -132,7 +132,7 @@ def epsilon(
     fedveil epsilon --noise-multiplier 6 --sampling fixed --batch 5 --population 500 --steps 1000
     """
     from fedveil.privacy import accountants, checks
-    from fedveil.privacy.papers import condition_words
+    from fedveil.privacy.papers import condition_holds
 
     one_of("--accountant", accountant, (*accountants.ACCOUNTANTS, "all"))
     checks.delta(delta, "--delta")
@@ -146,7 +146,10 @@ def epsilon(
     events = _events(template, [(multiplier / cost, n) for multiplier, n in given])
     names = list(accountants.ACCOUNTANTS) if accountant == "all" else [accountant]
     answers = [accountants.answer(events, delta, name, honest=honest) for name in names]
-    rows = [asdict(answer) for answer in answers]
+    holds = None  # the condition is about sampled Gaussian steps
+    if mechanism == "gaussian" and drawn.kind == "poisson" and given:
+        holds = condition_holds(drawn.rate, max(m for m, _ in given))
+    rows = [{**asdict(answer), "papers_condition": holds} for answer in answers]
     if target:
         curves = {name: _course(template, [(m / cost, n) for m, n in given], delta, name) for name in names}
         save_curves(target, curves, f"epsilon at delta {figure(delta)}", "steps", "epsilon")
@@ -162,8 +165,9 @@ def epsilon(
         extra = (
             [f"The joint bound is {cost:g} times the clip bound (layers, neighbours)."] if cost > 1 else []
         )
-        if "moments" in names and mechanism == "gaussian" and drawn.kind == "poisson":
-            extra += [said.capitalize() + "."] if (said := condition_words(drawn.rate, max(m for m, _ in given))) else []
+        if holds is not None:
+            who = "no accountant here needs" if len(names) > 1 else "this accountant does not need"
+            extra += [f"The papers' condition q < 1/(16 sigma) {'holds' if holds else 'fails'}; {who} it."]
         columns = ("accountant", "epsilon", "delta paid", "verdict", "note")
         print_table(title, columns, cells, right=("epsilon", "delta paid"), notes=notes.lines(*extra))
         _say_saved(target)

@@ -13,7 +13,15 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 
 from fedveil.errors import UserError, did_you_mean
 from fedveil.jsons import Document, JsonObject
@@ -21,6 +29,9 @@ from fedveil.privacy.events import Observer
 from fedveil.privacy.ledger.entries import MOST_CLIENTS
 from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
+from fedveil.protect.channel import Clock
+from fedveil.protect.clip import Scale
+from fedveil.protect.place import Reports
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training import loss_names
 from fedveil.training.augment import parse as parse_augment
@@ -106,7 +117,28 @@ class RunConfig(BaseModel):
         0.0, ge=0, lt=1, description="share of the last rounds whose models are averaged for use"
     )
     curve: Literal["polygon", "bezier"] = Field("polygon", description="path of aggregate = connectivity")
+    smoothness: float | None = Field(
+        None, gt=0, description="L of UDP-FL's closed form (Eq. 6), which each client applies to its noised update; none: off"
+    )
     message_loss: float = Field(0.0, ge=0, lt=1, description="share of reports lost on the way (LDP-FL)")
+
+    client_radii: list[float] | None = Field(
+        None, description="LDP-FL: own radius of each client's range, in every layer (repeated in turn); agreed before training"
+    )
+    delay_proposals: list[float] | None = Field(
+        None,
+        description="LDP-FL: each client's proposal of the longest random delay T in seconds (repeated in turn); T is the median",
+    )
+    compute_seconds: list[float] | None = Field(
+        None, description="LDP-FL: time that each client announces for its training (repeated in turn)"
+    )
+    network_seconds: list[float] | None = Field(
+        None, description="LDP-FL: time that each client announces for its connection (repeated in turn)"
+    )
+    overrun_seconds: list[float] | None = Field(
+        None, description="LDP-FL: by how much each client takes longer than it announced (repeated in turn)"
+    )
+    slack_seconds: float = Field(0.0, ge=0, description="LDP-FL: how long the server listens after the last planned message")
 
     delta: float = Field(1e-5, gt=0, lt=1)
     accountant: str = "pld"
@@ -122,6 +154,9 @@ class RunConfig(BaseModel):
     budget: Literal["sound", "nominal"] = Field(
         "sound",
         description="what target_epsilon limits; nominal: the papers' own count, which protects nobody",
+    )
+    budget_accountant: Literal["moments", "zcdp", "optimal", "advanced", "basic"] = Field(
+        "moments", description="which of the papers' accountants counts, with budget = nominal"
     )
     client_epsilons: list[Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
         None, description="own budget of each client (repeated in turn); inf: no protection at all"
@@ -166,6 +201,11 @@ class RunConfig(BaseModel):
     def _known_recipe(cls, name: str) -> str:
         return name if named_code(name) or name.startswith(GIVEN) else get(name).name
 
+    @field_serializer("client_epsilons")
+    def _infinite_as_a_word(self, epsilons: list[float] | None) -> list[float | str] | None:
+        """JSON has no infinity; the word is read back as the number."""
+        return None if epsilons is None else [e if math.isfinite(e) else "inf" for e in epsilons]
+
     def given(self, recipe: Recipe) -> RunConfig:
         """The same configuration with its recipe as a value."""
         copy = self.model_copy()
@@ -206,6 +246,9 @@ class RunConfig(BaseModel):
     def built_recipe(self) -> Recipe:
         """The recipe with this configuration's changes; a bound that follows the learning rate gets its values."""
         recipe = with_changes(self._base(), self.protect)
+        if self.fixed_variance is not None and recipe.scale.batch:
+            # The deviation is given, whatever the batch: nothing follows its largest norm any more, and sigma is this / bound.
+            recipe = replace(recipe, scale=Scale())
         bound = following_rate(recipe.clip.bound, self.learning_rate, self.learning_rate_end)
         return (
             recipe if bound is recipe.clip.bound else replace(recipe, clip=replace(recipe.clip, bound=bound))
@@ -391,6 +434,9 @@ def check_config(config: RunConfig) -> None:
             f"local_steps = {config.local_steps}: a noised sum of gradients (where = sum) allows exactly 1 local step per round"
         )
     _check_optimiser(config, recipe)
+    _check_bend(config, recipe)
+    _check_clock(config, recipe)
+    _check_radii(config, recipe)
     if config.loss != "auto" and not loss_names.own(config.loss):
         loss_names.parse(config.loss)
     if parse_augment(config.augment, config.augment_copies).active and config.features:
@@ -418,18 +464,7 @@ def check_config(config: RunConfig) -> None:
             "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
             "composes: use one of the two"
         )
-    if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
-        raise UserError(
-            "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
-            "client_epsilons, which give promises"
-        )
-    if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
-        raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")
-    if config.client_deltas is not None:
-        if not config.client_epsilons or not config.client_deltas:
-            raise UserError("client_deltas belong to client_epsilons: give both, or neither")
-        if any(not 0 < delta < 1 for delta in config.client_deltas):
-            raise UserError("client_deltas: each must be between 0 and 1")
+    _check_budgets(config)
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
     if recipe.aggregate.needs_public and config.validation <= 0:
@@ -438,17 +473,99 @@ def check_config(config: RunConfig) -> None:
         )
 
 
+def _check_budgets(config: RunConfig) -> None:
+    if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
+        raise UserError(
+            "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
+            "client_epsilons, which give promises"
+        )
+    if config.budget_accountant != RunConfig.model_fields["budget_accountant"].default and config.budget == "sound":
+        raise UserError(
+            f"budget_accountant = {config.budget_accountant} counts a nominal budget: set budget = nominal, or leave it out"
+        )
+    if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
+        raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")
+    if config.client_deltas is not None:
+        if not config.client_epsilons or not config.client_deltas:
+            raise UserError("client_deltas belong to client_epsilons: give both, or neither")
+        if any(not 0 < delta < 1 for delta in config.client_deltas):
+            raise UserError("client_deltas: each must be between 0 and 1")
+
+
 def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     rule = parse_optimiser(config.local_optimiser).rule
     if rule == "sgd":
         return
     if recipe.place.sum_only:
         raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
+    if recipe.clip.rule.rescales:
+        raise UserError(
+            f"local_optimiser = {rule}: clip.rule = {recipe.clip.rule.name} reads gradients off the updates, which plain steps "
+            "only allow; use sgd"
+        )
     if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
         raise UserError(
             f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)"
+        )
+
+
+CLOCK = ("delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds")
+
+
+def _check_bend(config: RunConfig, recipe: Recipe) -> None:
+    if config.smoothness is None:
+        return
+    if recipe.private and not recipe.place.own_noise:
+        raise UserError(
+            "smoothness: the closed form is applied to a client's update after its noise; here an update has none of its own. "
+            "Use where = step or client"
+        )
+    if recipe.aggregate.knows_senders:
+        raise UserError("smoothness: scaffold's control variates assume plain local steps; use another aggregate")
+
+
+def clock_of(config: RunConfig) -> Clock | None:
+    """What clients say about time; None: nothing, and messages take none."""
+    if not config.slack_seconds and all(getattr(config, name) is None for name in CLOCK):
+        return None
+    proposals, compute, network, overrun = (tuple(getattr(config, name) or ()) for name in CLOCK)
+    return Clock(proposals, compute, network, overrun, config.slack_seconds)
+
+
+def _check_clock(config: RunConfig, recipe: Recipe) -> None:
+    if clock_of(config) is None:
+        return
+    for name in CLOCK:
+        values = getattr(config, name)
+        least = "above 0" if name == CLOCK[0] else "0 or more"
+        if values is not None and not (values and all(v > 0 or (v == 0 and name != CLOCK[0]) for v in values)):
+            raise UserError(f"{name} = {_shown(values)}: give at least one number of seconds, each {least}")
+    if not isinstance(recipe.place, Reports):
+        raise UserError(
+            f"{', '.join((*CLOCK, 'slack_seconds'))} are about the messages of two-valued reports: use recipe = ldp-fl, or leave "
+            "them out"
+        )
+    if config.delay_proposals and not recipe.channel.hides_senders:
+        raise UserError(
+            "delay_proposals: with channel = none nothing is delayed; set channel = shuffle-parameters or shuffle-models"
+        )
+
+
+def _check_radii(config: RunConfig, recipe: Recipe) -> None:
+    if config.client_radii is None:
+        return
+    if not config.client_radii or any(not radius > 0 for radius in config.client_radii):
+        raise UserError(f"client_radii = {_shown(config.client_radii)}: give at least one radius, each above 0")
+    if not isinstance(recipe.place, Reports):
+        raise UserError("client_radii are the ranges of two-valued reports: use recipe = ldp-fl, or leave them out")
+    if recipe.ranges.adaptive:
+        raise UserError("client_radii: adaptive ranges are the server's, one per layer for all clients; set ranges = fixed")
+    if recipe.channel.hides_reports:
+        raise UserError(
+            "client_radii: a report of c ± r·K tells whose r it is, so single weights are not hidden among other clients'; "
+            "set channel = none or shuffle-models"
         )
 
 

@@ -26,7 +26,7 @@ from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
 from fedveil.federation import one_shot, store, sums
-from fedveil.federation.config import GIVEN, RunConfig, check_config
+from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
 from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
@@ -40,6 +40,7 @@ from fedveil.federation.round import (
     moment_of,
     noise_errors,
     plan_of,
+    resilience,
     shuffled,
     start,
     uploads_of,
@@ -226,6 +227,9 @@ def _task(
         fixed_variance=config.fixed_variance,
         seed=config.seed,
         message_loss=config.message_loss,
+        smoothness=config.smoothness,
+        clock=clock_of(config),
+        radii=tuple(config.client_radii or ()),
         curve=config.curve,
         public=_public(dataset),
         secure=terms_of(config, dealt.clients),
@@ -366,6 +370,7 @@ def play_round(
         "learning_rate": learning_rate_of(task, state.round),
     }
     private = {**_diagnostics(seen), "made": made.hexdigest()}
+    private |= resilience(task, now, private.get("noise_deviation"))
     if len(clients):
         first = int(clients[0])
         errors = noise_errors(task, now, first, prepared.partition.size(first), prepared.config.diagnostics)
@@ -382,21 +387,26 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> JsonObject:
     if not seen:
         return {}
     finite = np.concatenate([r.finite for _, r in seen])
+    # Clients that clip as a whole have one norm, those without protection one per layer: where both are there, the norms are
+    # those of the clients that clip.
+    columns = min(r.norm_max.shape[1] for _, r in seen)
+    alike = [r for _, r in seen if r.norm_max.shape[1] == columns]
 
-    def mean(name: str) -> Any:
-        values = np.concatenate([getattr(r, name) for _, r in seen])[finite]
+    def mean(name: str, among: Sequence[LocalResult]) -> Any:
+        values = np.concatenate([getattr(r, name)[r.finite] for r in among])
         return None if len(values) == 0 else _plain(np.mean(values, axis=0, dtype=np.float64))
 
-    largest = np.concatenate([r.norm_max for _, r in seen])[finite]
+    largest = np.concatenate([r.norm_max[r.finite] for r in alike])
+    everyone = [r for _, r in seen]
     return {
         "diverged": int((~finite).sum()),
         "skipped_examples": int(sum(r.skipped.sum() for _, r in seen)),
         "diverged_clients": [c for chunk, r in seen for k, c in enumerate(chunk) if not r.finite[k]],
-        "loss": mean("loss"),
-        "norm_mean": mean("norm_mean"),
+        "loss": mean("loss", everyone),
+        "norm_mean": mean("norm_mean", alike),
         "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
-        "unclipped": mean("unclipped"),
-        "noise_deviation": mean("noise_scale"),
+        "unclipped": mean("unclipped", everyone),
+        "noise_deviation": mean("noise_scale", everyone),
         "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)}
         if len(finite) <= 200
         else None,
@@ -685,7 +695,7 @@ def header_of(prepared: Prepared) -> Header:
         )
     elif config.target_epsilon is not None and config.budget == "nominal":
         budgets = (
-            Budget(config.target_epsilon, config.observer, unit, accountant="moments", verdict="nominal"),
+            Budget(config.target_epsilon, config.observer, unit, accountant=config.budget_accountant, verdict="nominal"),
         )
     elif config.target_epsilon is not None:
         budgets = (Budget(config.target_epsilon, config.observer, unit),)
@@ -799,7 +809,8 @@ def affordable(prepared: Prepared, ledger: Ledger, now: Moment, drawn: np.ndarra
     elif config.target_epsilon is not None:
         why = ledger.would_exceed(release_of(prepared, now, clients))
         if why:
-            return clients, f"target_epsilon = {config.target_epsilon} would be exceeded: {why[0]}"
+            which = "the nominal target_epsilon" if config.budget == "nominal" else "target_epsilon"
+            return clients, f"{which} = {config.target_epsilon} would be exceeded: {why[0]}"
     return clients, ""
 
 

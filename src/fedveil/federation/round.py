@@ -23,10 +23,11 @@ from fedveil.federation import sums
 from fedveil.jsons import JsonObject
 from fedveil.keys import derive, generator
 from fedveil.models.layout import Layout
+from fedveil.privacy.schedules import PAPERS_SIGMA, resilient_start
 from fedveil.protect import bounded, channel, ldp, udp
 from fedveil.protect.aggregate import Mean, Merged, Momentum
 from fedveil.protect.clip import Seen, Time, values_of
-from fedveil.protect.law import Staircase, kernel_of
+from fedveil.protect.law import Gaussian, Staircase, kernel_of
 from fedveil.protect.memory import NOTHING, Memory, broadcast, from_arrays, to_arrays
 from fedveil.protect.noised import Noised, each
 from fedveil.protect.place import InSum, Reports, downlink
@@ -49,10 +50,11 @@ class Ranges(Memory):
 
 @dataclass(frozen=True)
 class Anchor(Memory):
-    """The model that clients are pulled towards (UDP-FL)."""
+    """The model that clients are pulled towards (UDP-FL), and one over the budget of its client (0: an infinite one)."""
 
     weights: np.ndarray | None = None
-    BROADCAST: ClassVar[tuple[str, ...]] = ("weights",)
+    inverse: np.ndarray | None = None
+    BROADCAST: ClassVar[tuple[str, ...]] = ("weights", "inverse")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ class Task:
     own_epsilon: Mapping[int, float] = field(default_factory=dict)
     public: tuple[np.ndarray, np.ndarray] | None = None
     message_loss: float = 0.0
+    clock: channel.Clock | None = None  # what clients say about time (LDP-FL)
+    radii: tuple[float, ...] = ()  # of the clients' own ranges, agreed before training, in turn (LDP-FL)
     curve: Literal["polygon", "bezier"] = "polygon"
+    smoothness: float | None = None  # L of UDP-FL's closed form, where clients take it
     seed: int = 0  # public choices (connectivity, model shuffling) that need no secrecy
     secure: sums.Terms | None = None  # the sum is opened under masks
 
@@ -169,8 +174,18 @@ def moment_of(task: Task, state: State) -> Moment:
     else:
         sigmas = values_of(recipe.sigma, index, setting.rounds, setting.steps)
     # Only a number of reports that is sure to arrive hides one among them.
-    sure = not recipe.cohort.random_size and task.message_loss == 0 and not task.own_epsilon
-    return Moment(index + 1, bounds, sigmas, recipe.epsilon, round(setting.cohort) if sure else 1)
+    all_arrive = task.message_loss == 0 and (task.clock is None or task.clock.punctual)
+    sure = not recipe.cohort.random_size and all_arrive and not task.own_epsilon
+    arrived = round(setting.cohort) if sure else 1
+    return Moment(index + 1, bounds, sigmas, recipe.epsilon, arrived, _weakest(state.anchor))
+
+
+def _weakest(anchor: Memory) -> float | None:
+    """The budget of the client whose model w_max is; None: there is none yet."""
+    if not isinstance(anchor, Anchor) or anchor.inverse is None:
+        return None
+    inverse = float(np.asarray(anchor.inverse).reshape(-1)[0])
+    return 1 / inverse if inverse > 0 else math.inf
 
 
 def learning_rate_of(task: Task, index: int) -> float:
@@ -215,8 +230,8 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
         "augment": task.augment,
         "proximal": recipe.proximal,
     }
-    if recipe.heterogeneity and task.own_epsilon:
-        common["penalty"] = udp.penalties(task.own_epsilon).get(client, 0.0)
+    if recipe.heterogeneity and client in task.own_epsilon and now.weakest is not None:
+        common["penalty"] = udp.penalty(task.own_epsilon[client], now.weakest)
     if not recipe.place.of_gradients or not recipe.private:
         return LocalPlan(**common)
     # A fixed deviation is that of the bound whatever the batch: only the papers' count of it follows l2-max.
@@ -262,7 +277,8 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     papers' bound (steps times one step), and with `measure` what this client's noise really was (private).
 
     Empty where the noise is not in the steps, differs from step to step, or is scaled by the data. Control
-    variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch.
+    variates, momentum and proximal terms are left out: this is the noise itself, times rate over batch. Where an update is no
+    such multiple of its gradients (Adam, the closed form) only the order of the extra rounds is left (UDP-FL's Theorem 4).
     """
     recipe = recipe_of(task, client)
     plan = plan_of(task, now, client, size)
@@ -270,18 +286,18 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
     if len(set(values)) != 1 or not recipe.noise_on.once or recipe.clip.rule.rescales:
         return {}
     one = values[0]
-    if one.follows or not (one.scale > 0 and math.isfinite(one.bound)):
+    if one.follows or not (one.scale > 0 and math.isfinite(one.bound)) or not kernel_of(one.law):
         return {}
+    # Of Staircase noise, but not of the joint one.
+    errors = {"extra_rounds_order": udp.extra_rounds(one.shape, one.scale)} if type(one.law) is Staircase else {}
+    if task.optimiser != SGD or task.smoothness is not None:
+        return errors
     factor = plan.learning_rate / plan.expected_batch
-    if not kernel_of(one.law):
-        return {}
     stairs = one.law if isinstance(one.law, Staircase) else None
     width = (one.shape, one.scale) if stairs else (1.0, one.scale)  # of `expected_l1`: only their product counts without stairs
     name: Any = kernel_of(one.law)
     told = udp.expected_l1(name, *width, task.layout.size, plan.steps, stairs.nu if stairs else None)
-    errors = {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
-    if type(one.law) is Staircase:  # not the joint one
-        errors["extra_rounds_order"] = udp.extra_rounds(one.shape, one.scale)
+    errors |= {"expected_l1": factor * told.sum, "expected_l1_bound": factor * told.bound}
     if measure and plan.steps * task.layout.size <= 20_000_000:  # drawing it again must stay a trifle
         key = derive(task.root, "noise", now.number, client)[:16]
         total = np.zeros(task.layout.size)
@@ -289,6 +305,22 @@ def noise_errors(task: Task, now: Moment, client: int, size: int, measure: bool 
             total += one.add(np.zeros(total.size), key, step)
         errors["measured_l1"] = factor * float(np.abs(total).sum())
     return errors
+
+
+def resilience(task: Task, now: Moment, deviation: object) -> dict[str, float | bool]:
+    """P3's rule for a resilient start of a falling sigma under l2-max, from the first round's noise. Private, as norms are:
+    S follows the gradients. Empty where the rule says nothing.
+
+    deviation: of the noise on the clients' sums, the mean over steps and clients.
+    """
+    recipe, setting = task.recipe, task.setting
+    follows = recipe.scale.batch and task.fixed_variance is None and isinstance(recipe.law, Gaussian) and recipe.noise_on.once
+    last = values_of(recipe.sigma, setting.rounds - 1, setting.rounds, setting.steps)[-1]
+    if now.number != 1 or not follows or not last < now.sigmas[0] or not isinstance(deviation, float) or not deviation > 0:
+        return {}
+    sensitivity = deviation / (sum(now.sigmas) / len(now.sigmas))
+    asked = resilient_start(recipe.clip.piece(now.bounds[0], setting.layers), PAPERS_SIGMA, sensitivity)
+    return {"dynamic_sensitivity": sensitivity, "resilient_start": asked, "resilient_start_met": now.sigmas[0] >= asked}
 
 
 @dataclass(frozen=True)
@@ -316,7 +348,7 @@ def uploads_of(
         if isinstance(recipe.place, Reports):
             key = derive(task.root, "two-valued", now.number, client)
             bits = ldp.encode(
-                state.weights + result.delta[k], ranges_of(state), float(now.epsilon or 0), task.layout, key
+                state.weights + result.delta[k], own_ranges(task, state, client), float(now.epsilon or 0), task.layout, key
             )
             yield Upload(client, np.empty(0, np.float32), bits=bits)
             continue
@@ -354,8 +386,23 @@ def sanitise_update(
         (noised,) = noised_of(task, now, client, 1)
         key = derive(task.root, "upload-noise", now.number, client)[:16]
         update = noised.add(update, key)
+    if task.smoothness is not None:
+        update = bent(task, now, update, client, start)
     draw = generator(task.root, "share", now.number, client) if recipe.thin.share < 1 else None
     return recipe.thin.of(np.asarray(update, np.float32), draw)
+
+
+def bent(task: Task, now: Moment, update: np.ndarray, client: int, start: np.ndarray | None) -> np.ndarray:
+    """The update moved along UDP-FL's closed-form curve from the public model to the client's own (its Eq. 6, as printed).
+
+    Formal guarantee: post-processing. The update carries its noise already (configurations where it does not are refused), and
+    the place on the curve is a coin of its own.
+    """
+    if start is None or task.smoothness is None:
+        raise ValueError("the closed form needs the start weights and a smoothness")
+    wide = start.astype(np.float64)
+    place = float(generator(task.root, "bend", now.number, client).random())
+    return udp.closed_form_update(wide, wide + update, place, task.smoothness) - wide
 
 
 def clip_update(update: np.ndarray, bound: float, recipe: Recipe, layout: Layout) -> np.ndarray:
@@ -389,7 +436,7 @@ class _Collected:
     count: int = 0
     kept: list[Upload] = field(default_factory=list)
     belows: list[float] = field(default_factory=list)
-    anchor: np.ndarray | None = None
+    anchor: Anchor | None = None
 
 
 def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Upload]) -> _Collected:
@@ -406,7 +453,8 @@ def _collect(task: Task, state: State, uploads: Iterator[Upload] | Sequence[Uplo
         if recipe.heterogeneity and upload.client in task.own_epsilon:
             rank = (task.own_epsilon[upload.client], -upload.client)
             if weakest is None or rank > weakest:
-                weakest, found.anchor = rank, (state.weights + upload.update).astype(np.float32)
+                weakest = rank
+                found.anchor = Anchor((state.weights + upload.update).astype(np.float32), np.array([1 / rank[0]]))
     return found
 
 
@@ -424,7 +472,7 @@ def merge(
     found = _collect(task, state, uploads)
     facts: JsonObject = {"uploads": found.count}
     if found.anchor is not None:
-        state = replace(state, anchor=Anchor(found.anchor))
+        state = replace(state, anchor=found.anchor)
     if found.count == 0 and recipe.place.open_uploads:
         return _finish(task, state, now, state.weights, facts)
     mean, more = _mean(task, state, now, found)
@@ -526,17 +574,23 @@ def merge_reports(
 
     Everything here is post-processing of the reports.
     """
-    packed = [upload.bits for upload in uploads if upload.bits is not None]
-    facts: JsonObject = {"uploads": len(packed)}
-    if not packed:
+    sent = [(upload.client, upload.bits) for upload in uploads if upload.bits is not None]
+    facts: JsonObject = {"uploads": len(sent)}
+    if not sent:
         return _finish(task, state, now, state.weights, facts)
+    timing = None if task.clock is None else task.clock.timing([client for client, _ in sent])
     tally = channel.deliver(
         task.recipe.channel.name,
-        np.stack(packed),
+        np.stack([bits for _, bits in sent]),
         task.layout.size,
         derive(task.root, "delays", now.number),
+        timing,
         loss=task.message_loss,
+        radii=[task.radii[client % len(task.radii)] for client, _ in sent] if task.radii else None,
     )
+    if timing is not None:
+        facts |= {"slowest_seconds": timing.slowest(), "last_message_seconds": tally.seconds}
+        facts |= {"delay_seconds": timing.spread} if task.recipe.channel.hides_senders else {}
     following, more = merge_tally(task, state, now, tally)
     return following, facts | more
 
@@ -550,7 +604,7 @@ def merge_tally(task: Task, state: State, now: Moment, tally: channel.Tally) -> 
         "messages": tally.sent,
         "dropped": tally.dropped,
         "late": tally.late,
-        "radius": [float(r) for r in ranges.radius],
+        "radius": sorted(set(task.radii)) if task.radii else [float(r) for r in ranges.radius],
     }
     if task.recipe.ranges.adaptive:
         spread = ldp.average_variance(average, ranges, epsilon, task.layout, tally.arrived)
@@ -565,6 +619,17 @@ def ranges_of(state: State) -> ldp.Ranges:
     assert isinstance(memory, Ranges) and memory.centre is not None and memory.radius is not None
     source = "server-average" if state.round else "agreed"
     return ldp.Ranges(tuple(memory.centre.tolist()), tuple(memory.radius.tolist()), source)
+
+
+def own_ranges(task: Task, state: State, client: int) -> ldp.Ranges:
+    """The ranges that one client reports in: the run's, with the radius that was agreed for it (LDP-FL's Corollary 1).
+
+    Formal guarantee: none is lost, because the radius is in the configuration: it depends on nobody's data.
+    """
+    ranges = ranges_of(state)
+    if not task.radii:
+        return ranges
+    return replace(ranges, radius=(task.radii[client % len(task.radii)],) * len(ranges.radius))
 
 
 def _finish(

@@ -15,7 +15,10 @@ from fedveil.errors import UserError
 from fedveil.federation import store
 from fedveil.jsons import Document
 
-SECRET_KEYS = ("seed", "split_seed", "data", "tuning", "partition_options", "client_epsilons", "client_mechanisms")
+SECRET_KEYS = (
+    "seed", "split_seed", "data", "tuning", "partition_options", "client_epsilons", "client_deltas", "client_mechanisms",
+    "client_radii", "delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds", "slack_seconds",
+)  # fmt: skip
 FACTS = ("versions", "simulated", "engine", "engine_reason", "created", "python", "parameters", "layers")
 METRICS = ("round", "epsilon", "sigma", "bound", "learning_rate", "expected_l1", "expected_l1_bound")
 MEASURED = ("test_", "validation_")

@@ -31,8 +31,8 @@ from fedveil.federation.round import (
     Task,
     moment_of,
     noised_of,
+    own_ranges,
     plan_of,
-    ranges_of,
     recipe_of,
     sanitise_update,
     uploads_of,
@@ -177,14 +177,15 @@ def _reported(
     """The mean of the clients' two-valued reports as a change of the weights, and the deviation of its noise."""
     clients = list(updates)
     result = result_of(np.stack([updates[c] for c in clients]))
-    ranges, epsilon = ranges_of(state), float(now.epsilon or 0)
+    ranges, epsilon = {c: own_ranges(task, state, c) for c in clients}, float(now.epsilon or 0)
     reports = [
-        ldp.decode(upload.bits, ranges, epsilon, task.layout)
+        ldp.decode(upload.bits, ranges[upload.client], epsilon, task.layout)
         for upload in uploads_of(task, now, state, clients, result)
         if upload.bits is not None
     ]
     mean = np.mean(reports, axis=0)
-    spread = np.sqrt(ldp.variance(state.weights, ranges, epsilon, task.layout).mean() / len(reports))
+    variances = [ldp.variance(state.weights, ranges[c], epsilon, task.layout).mean() for c in clients]
+    spread = np.sqrt(np.mean(variances) / len(reports))
     return (mean - state.weights).astype(np.float32), float(spread)
 
 

@@ -198,7 +198,9 @@ def state_of(arrays: Mapping[str, np.ndarray], task: Task, number: int, largest:
         if name == "weights":
             continue
         known = like.get(own)
-        if own == name or (known is None and own.partition("/")[0] not in tables and own != "anchor.weights"):
+        # There is no anchor in a first state, but later ones may have it.
+        anchored = own in ("anchor.weights", "anchor.inverse")
+        if own == name or (known is None and own.partition("/")[0] not in tables and not anchored):
             raise Refused(f"'{limits.plain(own, 40)}' from the server is nothing that this recipe broadcasts")
         wide = np.asarray(value, np.float64) if value.dtype.kind == "f" else np.full(1, np.nan)
         if not np.isfinite(wide).all() or np.abs(wide).max(initial=0) > largest:
@@ -210,9 +212,11 @@ def state_of(arrays: Mapping[str, np.ndarray], task: Task, number: int, largest:
                 raise Refused(f"'{own}' (a bound) from the server is not a positive number")
             sent[own] = np.asarray(value).reshape(-1)[0]
             continue
-        size = task.layout.size if known is None else known.size
+        size = known.size if known is not None else 1 if own == "anchor.inverse" else task.layout.size
         if value.shape != (size,):
             raise Refused(f"'{limits.plain(own, 40)}' from the server is not {size} finite numbers")
+        if own == "anchor.inverse" and wide.min() < 0:
+            raise Refused(f"'{own}' from the server is below 0")
         if own.endswith((".radius", ".square")) and wide.min(initial=1.0) < 0.5e-12:
             raise Refused(f"'{own}' from the server is not above 1e-12 everywhere")
         sent[own] = value

@@ -27,7 +27,7 @@ from fedveil.data.datasets import Dataset, load
 from fedveil.data.partition import Partition
 from fedveil.errors import UserError, did_you_mean
 from fedveil.federation import loop, store
-from fedveil.federation.config import RunConfig
+from fedveil.federation.config import RunConfig, clock_of
 from fedveil.federation.loop import OnRound, Prepared
 from fedveil.federation.round import State, Task, Upload, learning_rate_of, merge, merge_tally, moment_of
 from fedveil.flower import limits, live, summing, wire
@@ -123,6 +123,11 @@ def parties_of(config: RunConfig, options: Options) -> Parties:
             raise UserError(
                 f"the roster has no node {missing[0]}, but the run has clients 0 to {config.clients - 1}"
             )
+    if clock_of(config) is not None:
+        raise UserError(
+            "delay_proposals, compute_seconds and their like set a simulation's clock; nodes take the time they take: leave them "
+            "out"
+        )
     if config.secure_sum:
         summing.check_roster(roster, config.clients)
     return Parties(data, roster, read_identity(options.identity) if options.identity else None)

@@ -12,9 +12,14 @@ from fedveil.privacy.events import Noise
 from fedveil.privacy.mechanisms import Array, best_nu
 
 
+def condition_holds(rate: float, sigma: float) -> bool:
+    """The papers' own condition for their moments accountant, q < 1/(16 sigma)."""
+    return rate < 1 / (16 * sigma)
+
+
 def condition_words(rate: float, sigma: float) -> str:
-    """What to say where the papers' own condition for their moments accountant, q < 1/(16 sigma), fails; else ""."""
-    if rate < 1 / (16 * sigma):
+    """What to say where the papers' own condition fails; else ""."""
+    if condition_holds(rate, sigma):
         return ""
     return "the papers' own condition q < 1/(16 sigma) fails (the accountant does not need it)"
 

@@ -30,7 +30,8 @@ class Schedule:
     linear       first (1 - rate t)
     staircase    first (1 - rate floor(t / every)); `every` defaults to a tenth of the run
     exponential  first exp(-rate t)
-    cosine-cyclic      first/2 (1 + cos(pi t' / period)), restarting at first `cycles` times; never below `floor`
+    cosine-cyclic      first/2 (1 + cos(pi t' / period)), restarting at first `cycles` times; never below `floor`; with a last
+                       value, that one in the last step, wherever its cycle stands
     triangular-cyclic  from a peak down to `floor` and up again, half a cycle taking `every` steps; from cycle to
                        cycle the peak falls linearly, from first to last or by the share `rate` of first
     learning-rate      first times the learning rate of the round over that of the first round; the run's
@@ -112,6 +113,8 @@ class Schedule:
             found: float = self.first * (last / self.first) ** (t / steps)
             return found
         if self.kind == "cosine-cyclic":
+            if self.last is not None and t == total - 1 > 0:
+                return self.last
             period = math.ceil(total / self.cycles)
             return self.first / 2 * (math.cos(math.pi * (t % period) / period) + 1)
         half = self.every or max(1, math.ceil(total / (2 * self.cycles)))
@@ -181,6 +184,17 @@ def following_rate(schedule: Schedule, learning_rate: float, learning_rate_end: 
     if learning_rate_end is None:
         return Schedule("constant", schedule.first)
     return Schedule("linear", schedule.first, schedule.first * learning_rate_end / learning_rate)
+
+
+PAPERS_SIGMA = 6.0  # the fixed multiplier that the papers found to resist leakage
+
+
+def resilient_start(bound: float, sigma: float, sensitivity: float) -> float:
+    """P3's rule for a first noise multiplier that resists leakage: sigma_0 >= C sigma / S, so that with a smaller
+    dynamic sensitivity S the first noise is as wide as that of the fixed bound C and multiplier sigma."""
+    for name, value in (("bound", bound), ("sigma", sigma), ("sensitivity", sensitivity)):
+        checks.positive(name, value)
+    return bound * sigma / sensitivity
 
 
 # What the published numbers were really computed from (papers.py reproduces them).

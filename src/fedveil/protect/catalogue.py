@@ -73,7 +73,7 @@ def _federated(fed_cdp: Recipe) -> list[Recipe]:
         "linear": "linear:15:4.85",
         "staircase": "staircase:15:4.85",
         "exponential": "exponential:15:4.85",
-        "cyclic": "cosine-cyclic:15:floor=4.85",
+        "cyclic": "cosine-cyclic:15:4.85:floor=4.85",
     }
     alpha = _named(fed_cdp, "fed-alpha-cdp", "Fed-CDP with l2-max sensitivity", "P3", scale=L2_MAX)
     return [

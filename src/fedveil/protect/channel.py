@@ -12,7 +12,7 @@ Random delays make linking hard but are no shuffler with a proof; what is promis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -65,6 +65,48 @@ class Timing:
         took = self.actual[client] if self.actual else self.predicted[client]
         return took + (self.slowest() - self.predicted[client] if self.wait else 0.0)
 
+    def deadline(self, delayed: bool) -> float:
+        """When the server stops listening. A hair later than the sum: whoever keeps to its word is never late by rounding."""
+        return (self.slowest() + (self.spread if delayed else 0.0) + self.slack) * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What clients say about time, each its own number of seconds (repeated in turn); public, and not from their data.
+
+    proposals: of T. compute, network: what a client announces for its round. overrun: by how much it really takes longer.
+    slack: how much longer than T_S + T the server listens.
+    """
+
+    proposals: tuple[float, ...] = ()
+    compute: tuple[float, ...] = ()
+    network: tuple[float, ...] = ()
+    overrun: tuple[float, ...] = ()
+    slack: float = 0.0
+
+    @property
+    def punctual(self) -> bool:
+        """Does everybody keep to its announced time, so that no message can be late?"""
+        return not any(self.overrun)
+
+    def timing(self, clients: Sequence[int]) -> Timing:
+        """The clock of a round with these clients: T is the median of their proposals, T_S their slowest announced time."""
+
+        def of(values: tuple[float, ...], client: int) -> float:
+            return values[client % len(values)] if values else 0.0
+
+        predicted = tuple(of(self.compute, c) + of(self.network, c) for c in clients)
+        actual = tuple(time + of(self.overrun, c) for time, c in zip(predicted, clients, strict=True))
+        spread = agree_spread([of(self.proposals, c) for c in clients]) if self.proposals else 1.0
+        return Timing(spread, predicted, actual, slack=self.slack)
+
+
+def agree_spread(proposals: Sequence[float]) -> float:
+    """T as the median of the clients' proposals: one dishonest client cannot move it past its neighbours."""
+    if not len(proposals) or not all(np.isfinite(p) and p > 0 for p in proposals):
+        raise UserError("delay_proposals: at least one is needed, all of them finite and above 0 seconds.")
+    return float(np.median(proposals))
+
 
 @dataclass(frozen=True)
 class View:
@@ -84,7 +126,8 @@ class Tally:
     sent/dropped/late count messages (without parameter shuffling a message is a whole update): sent =
     arrived + dropped + late. payload_bytes: what all clients put on the wire, packed, without transport
     framing.
-    seconds: virtual time of the last message used.
+    seconds: virtual time of the last message used. moved: where clients have radii of their own, per weight the sum of the
+    arrived reports' signs, each times its client's radius.
     """
 
     ones: np.ndarray
@@ -94,6 +137,7 @@ class Tally:
     late: int
     payload_bytes: int
     seconds: float
+    moved: np.ndarray | None = None
 
 
 def check_channel(name: str) -> str:
@@ -200,11 +244,12 @@ def deliver(
     *,
     loss: float = 0.0,
     at_once: int = AT_ONCE,
+    radii: Sequence[float] | None = None,
 ) -> Tally:
     """Send every client's packed reports through the channel and count what the server can use.
 
     loss: each message is lost with this probability; messages after the deadline are late. Neither is used,
-    both are counted.
+    both are counted. radii: of each client's own ranges; single weights without a sender cannot have them.
     """
     check_channel(channel)
     timing = timing or Timing()
@@ -217,11 +262,14 @@ def deliver(
         )
     if timing.predicted and len(timing.predicted) != len(packed):
         raise UserError(f"channel timing is for {len(timing.predicted)} clients, {len(packed)} sent reports.")
+    if radii is not None and (channel == "shuffle-parameters" or len(radii) != len(packed)):
+        raise UserError("radii of single clients: give one per client, and a channel that keeps a client's reports together.")
     ones, arrived = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    moved = None if radii is None else np.zeros(size)
     got = late = 0
     seconds = 0.0
     if channel == "shuffle-parameters":
-        deadline = timing.slowest() + timing.spread + timing.slack
+        deadline = timing.deadline(delayed=True)
         for view in arrivals(packed, size, key, timing, loss=loss, at_once=at_once):
             use = int(np.searchsorted(view.times, deadline, side="right"))
             late += len(view.times) - use
@@ -234,8 +282,7 @@ def deliver(
         sent = len(packed) * size
         payload = len(packed) * -(-size * message_bits(size) // 8)
     else:
-        spread = timing.spread if channel == "shuffle-models" else 0.0
-        deadline = timing.slowest() + spread + timing.slack
+        deadline = timing.deadline(delayed=channel == "shuffle-models")
         for client, when in _upload_times(channel, len(packed), key, timing):
             if loss > 0 and _words32(keys.derive(key, "loss", client), 1)[0] < loss * TICKS:
                 continue
@@ -243,10 +290,13 @@ def deliver(
                 late += 1
                 continue
             got, seconds = got + 1, when
-            ones += np.unpackbits(packed[client], count=size)
+            bits = np.unpackbits(packed[client], count=size)
+            ones += bits
             arrived += 1
+            if moved is not None and radii is not None:
+                moved += radii[client] * (2.0 * bits - 1.0)
         sent, payload = len(packed), packed.size
-    return Tally(ones, arrived, sent, sent - got - late, late, payload, seconds)
+    return Tally(ones, arrived, sent, sent - got - late, late, payload, seconds, moved)
 
 
 def model_order(clients: int, key: bytes, timing: Timing | None = None) -> list[int]:
@@ -273,8 +323,11 @@ def average(
     """The server's average per weight over the reports that arrived (float32); a weight of which no report
     arrived keeps its previous value. Unbiased for the mean of the clipped weights of those reports."""
     centre, radius = ldp.per_weight(ranges, layout)
-    share = tally.ones / np.maximum(1, tally.arrived)
-    mean = centre + radius * ldp.amplitude(epsilon) * (2.0 * share - 1.0)
+    arrived, factor = np.maximum(1, tally.arrived), ldp.amplitude(epsilon)
+    if tally.moved is None:
+        mean = centre + radius * factor * (2.0 * (tally.ones / arrived) - 1.0)
+    else:
+        mean = centre + factor * (tally.moved / arrived)
     return np.where(tally.arrived > 0, mean, np.asarray(previous, dtype=np.float64)).astype(np.float32)
 
 

@@ -34,3 +34,4 @@ class Moment:
     sigmas: tuple[float, ...]
     epsilon: float | None = None
     arrived: int | None = None  # reports that are sure to reach the shuffler
+    weakest: float | None = None  # budget of the client whose model the others are pulled to (UDP-FL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +18,36 @@ Mechanism = Literal["gaussian", "laplace", "staircase", "joint-staircase"]
 # --- clients with different budgets ---
 
 
-def penalties(epsilons: Mapping[int, float]) -> dict[int, float]:
-    """lambda_k = (epsilon_max - epsilon_k) / epsilon_max for `LocalPlan.penalty`; 0 for the weakest budget.
+def penalty(epsilon: float, weakest: float) -> float:
+    """lambda_k = (epsilon_max - epsilon_k) / epsilon_max for `LocalPlan.penalty`.
 
-    An infinite budget (no privacy) counts as the weakest: everyone with a finite one then gets 1.
+    weakest: epsilon_max, the budget of the client whose model w_max is. Whoever has as weak a budget or a weaker one gets 0.
+    An infinite budget (no privacy) is the weakest there is: everyone with a finite one then gets 1.
     """
-    for client, epsilon in epsilons.items():
-        if not epsilon > 0:
-            raise UserError(f"client {client} has epsilon {epsilon}; budgets must be above 0.")
-    largest = max(epsilons.values())
-    if math.isinf(largest):
-        return {client: 0.0 if math.isinf(e) else 1.0 for client, e in epsilons.items()}
-    return {client: (largest - e) / largest for client, e in epsilons.items()}
+    if not min(epsilon, weakest) > 0:
+        raise UserError(f"a client has epsilon {min(epsilon, weakest)}; budgets must be above 0.")
+    if epsilon >= weakest:
+        return 0.0
+    return 1.0 if math.isinf(weakest) else (weakest - epsilon) / weakest
+
+
+# --- the closed form of a curve between a client's two models, as printed ---
+
+
+def closed_form_bend(w: np.ndarray, v: np.ndarray, smoothness: float) -> np.ndarray:
+    """theta* = 1.2 / L + 1.1 w - 0.1 v between a client's model w and its next iterate v. Nominal: as
+    printed it adds the scalar 1.2 / L to every coordinate. By the paper's own argument (the mean step over
+    r ~ U(0, 1) should be 1 / L) it would be 3 / L + 2 w - v; the printed one takes E r^n for 1 / n."""
+    return 1.2 / smoothness + 1.1 * np.asarray(w) - 0.1 * np.asarray(v)
+
+
+def closed_form_update(w: np.ndarray, v: np.ndarray, r: float, smoothness: float) -> np.ndarray:
+    """The client-side Bezier update (1 - r)^2 v + 2 (r - r^2) theta* + r^2 w with r ~ U(0, 1) (Eq. 6 as printed).
+
+    Formal guarantee: a function of w and v only, so where w is public and v already carries its noise nothing more is spent.
+    """
+    theta = closed_form_bend(w, v, smoothness)
+    return (1 - r) ** 2 * np.asarray(v) + 2 * (r - r**2) * theta + r**2 * np.asarray(w)
 
 
 # --- expected l1 error of the noise ---

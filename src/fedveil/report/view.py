@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from fedveil.attacks import verdicts
 from fedveil.jsons import Document, JsonObject
+from fedveil.privacy.schedules import PAPERS_SIGMA
 from fedveil.protect.clip import Given
 from fedveil.report import plots, words
 from fedveil.report.attacks import attack_card, percent
@@ -46,6 +47,7 @@ def view(facts: Facts, private: bool) -> dict[str, object]:
         "epsilons": epsilon_chart(facts),
         "settings": settings_charts(facts),
         "steady": steady(facts),
+        "resilience": resilience(facts),
         "attacks": [attack_card(card, facts.promise.rows) for card in facts.attacks],
         "seats": seat_table(facts, private),
         "public_data": facts.public_data,
@@ -380,11 +382,31 @@ def steady(facts: Facts) -> list[str]:
             f"a round's noise puts an expected ℓ1 error of {short(error.pop())} into a client's update "
             f"(the paper's formula, which lets noises not cancel, says {short(bound.pop())})"
         )
+    orders = set(facts.column("extra_rounds_order")) - {None}
+    if len(orders) == 1:
+        said.append(
+            f"Staircase noise costs of the order of {short(orders.pop())} additional rounds (UDP-FL's Theorem 4: nominal, "
+            "an order without its constant)"
+        )
     return said + [
         f"the {label} was {short(next(iter(v)))} in all rounds"
         for label, v in known.items()
         if len(v) == 1 and None not in v
     ]
+
+
+def resilience(facts: Facts) -> str:
+    """P3's rule for a resilient start, from private figures of the first round; "" in a report without them."""
+    line = next((one for one in facts.private if one.get("resilient_start") is not None), None)
+    if line is None:
+        return ""
+    asked, met = number(line["resilient_start"]), bool(line.get("resilient_start_met"))
+    used = next(iter(facts.column("sigma")), None)
+    return (
+        f"resilient start (P3: σ₀ ≥ C·σ/S, with the fixed σ = {short(PAPERS_SIGMA)} of the papers): S was "
+        f"{short(number(line.get('dynamic_sensitivity')))} in the first round, so the rule asks for σ₀ = {short(asked)} or more; "
+        f"it was {short(used)}: {'met' if met else 'not met'}"
+    )
 
 
 def noise_to_gradient(facts: Facts, line: Document) -> float | None:

@@ -37,7 +37,8 @@ _RUN = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 class Budget:
     """At most `epsilon` for an observer and unit, for every client or (with `client`) for one.
 
-    verdict "nominal" limits the nominal row instead, to stop where a paper would stop; it protects nobody.
+    verdict "nominal" limits the nominal row instead, to stop where a paper would stop; it protects nobody. Then `accountant` is
+    the papers' one that counts the steps.
     delta None: the ledger's.
     """
 
@@ -121,13 +122,15 @@ class Exceeded:
     spent: bool = False
 
     def __str__(self) -> str:
+        nominal = self.budget.verdict == "nominal"
         if self.spent:
             row = f"{self.budget.observer}/{self.budget.unit}"
-            return f"the budget of {self.budget.epsilon:.6g} for {row} is spent"
+            return f"the {'nominal ' if nominal else ''}budget of {self.budget.epsilon:.6g} for {row} is spent"
         whom = "" if self.budget.client is None else f" of client {self.budget.client}"
         reached = "without a finite promise" if self.epsilon is None else f"{self.epsilon:.6g}"
         limit = f"the budget is {self.budget.epsilon:.6g}"
-        return f"epsilon{whom} for {self.budget.observer}/{self.budget.unit} would be {reached}, {limit}"
+        kind = f"nominal epsilon by {self.budget.accountant}" if nominal else "epsilon"
+        return f"{kind}{whom} for {self.budget.observer}/{self.budget.unit} would be {reached}, {limit}"
 
 
 class BudgetExceeded(Exception):

@@ -395,7 +395,8 @@ class Ledger:
         if budget.verdict == "sound":
             answer = self._sound(view, pair, delta, name, limit)[0]
             return answer.epsilon if answer.verdict == "sound" else None
-        return self._judged(view, pair, _nominal(name, name), delta, name, limit, committed=False)[0].epsilon
+        wanted = _nominal("moments", "moments")  # the steps as the papers count them, by whichever of their accountants
+        return self._judged(view, pair, wanted, delta, name, limit, committed=False, counted=name)[0].epsilon
 
     def _sound(
         self, view: _View, pair: Pair, delta: float, name: str, limit: float | None = None
@@ -441,8 +442,12 @@ class Ledger:
         limit: float | None = None,
         *,
         committed: bool = True,
+        counted: str = "",
     ) -> tuple[Answer, str]:
-        """The largest epsilon of the wanted claims, and the neighbouring relations it speaks about."""
+        """The largest epsilon of the wanted claims, and the neighbouring relations it speaks about.
+
+        counted: the accountant, whichever one the claims ask for.
+        """
         chosen = [claim for claim in view.claims(pair) if wanted(claim)]
         if any(claim.scope == "single" for claim in chosen):
             return _worst_single(chosen, delta, name)
@@ -459,7 +464,7 @@ class Ledger:
         if len(fixed) > 1:
             why = f"claims that ask for different accountants ({', '.join(fixed)}) do not compose"
             return Answer("", None, delta, "none", why), relation
-        answer = worst(self._judge, units, delta, fixed[0] if fixed else name, limit)
+        answer = worst(self._judge, units, delta, counted or (fixed[0] if fixed else name), limit)
         if (
             answer.epsilon is None and not fixed and name != "rdp"
         ):  # e.g. pld refuses Laplace under an L2 clip

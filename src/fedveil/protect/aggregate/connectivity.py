@@ -248,20 +248,3 @@ def plot_paths(paths: Sequence[Route], file: str | Path) -> None:
         axes.set_xlabel("p")
     figure.axes[0].set_ylabel("public loss (dashed: straight line)")
     figure.savefig(file)
-
-
-# --- the closed form of the UDP-FL paper, nominal ---
-
-
-def closed_form_bend(w: np.ndarray, v: np.ndarray, smoothness: float) -> np.ndarray:
-    """theta* = 1.2 / L + 1.1 w - 0.1 v between a client's model w and its next SGD iterate v. Nominal: as
-    printed it adds the scalar 1.2 / L to every coordinate. By the paper's own argument (the mean step over
-    r ~ U(0, 1) should be 1 / L) it would be 3 / L + 2 w - v; the printed one takes E r^n for 1 / n."""
-    return 1.2 / smoothness + 1.1 * np.asarray(w) - 0.1 * np.asarray(v)
-
-
-def closed_form_update(w: np.ndarray, v: np.ndarray, r: float, smoothness: float) -> np.ndarray:
-    """The client-side Bezier update (1 - r)^2 v + 2 (r - r^2) theta* + r^2 w with r ~ U(0, 1). Nominal; a
-    function of w and v only, so if v already carries its noise nothing more is spent."""
-    theta = closed_form_bend(w, v, smoothness)
-    return (1 - r) ** 2 * np.asarray(v) + 2 * (r - r**2) * theta + r**2 * np.asarray(w)
