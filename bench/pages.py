@@ -40,7 +40,7 @@ def take(out: Path) -> None:
         if trained:
             chosen = runner.only_finished(runner.plan(entry, "paper", SEEDS), kept)
             command = f"fedveil reproduce {entry.id} --scale paper --seeds {chosen.seeds}"
-            render.write(chosen, kept, command, DOCS, entry.id)
+            render.write(chosen, kept, command, DOCS, entry.id, out)
             print(f"{entry.id}: {len(new)} new")
 
 

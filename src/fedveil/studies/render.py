@@ -42,16 +42,17 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
 
 
 def write(
-    chosen: Plan, done: Mapping[str, JsonObject], command: str, folder: Path, name: str
+    chosen: Plan, done: Mapping[str, JsonObject], command: str, folder: Path, name: str, source: Path | None = None
 ) -> tuple[list[Row], Path, Path | None]:
-    """The page `name` of these results in a folder, and the picture of a figure; returns its rows and both paths."""
+    """The page `name` of these results in a folder, and the picture of a figure; returns its rows and both paths. source: the
+    folder with the images that attacks rebuilt, if it is another one."""
     import fedveil
 
     rows = runner.rows(chosen, done)
     page = folder / f"{name}.md"
     page.write_text(markdown(chosen, rows, command, {"fedveil": fedveil.__version__}), "utf-8")
     drawn = folder / f"{chosen.entry.id}.png"
-    return rows, page, drawn if chosen.entry.is_figure and picture(chosen, rows, done, folder, drawn) else None
+    return rows, page, drawn if chosen.entry.is_figure and picture(chosen, rows, done, source or folder, drawn) else None
 
 
 def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, object]) -> str:
