@@ -174,7 +174,7 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
     ]
     if not strips:
         return False
-    wide = max(len(images) for _, images in strips)
+    wide = min(max(len(images) for _, images in strips), 6 if len(strips) < 40 else 3)  # a long gallery stays small
     figure = Figure(figsize=(0.7 * wide + 2.6, 0.7 * len(strips)), layout="constrained")
     axes = figure.subplots(len(strips), wide, squeeze=False)
     for row, (title, images) in enumerate(strips):
@@ -185,11 +185,13 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
                 axis.set_axis_off()
                 continue
             image = np.clip(images[column], 0, 1)
-            axis.imshow(
-                image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1
-            )
+            axis.imshow(image[0] if len(image) == 1 else image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1)
         axes[row][0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=7)
     figure.savefig(path, dpi=90)
+    from PIL import Image  # comes with matplotlib
+
+    with Image.open(path) as drawn:  # 256 colours: images of noise do not compress
+        drawn.convert("RGB").quantize(256).save(path, optimize=True)
     return True
 
 
