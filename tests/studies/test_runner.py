@@ -194,6 +194,14 @@ def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_cou
     assert jobs.measure("fixed_variance:zcdp:0.8", run, job, job) == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5)
 
 
+def test_a_run_of_fixed_variance_is_kept_as_one_whose_count_follows_the_batch(tmp_path):
+    """Its noise does not follow the batch, but the paper's count of it does."""
+    tiny = {name: value for name, value in TINY if name != "cohort_size"}
+    job = Train("dp-dyns-l2max", "cancer", changes(tiny, clients=1, fixed_variance=24.0, rounds=2))
+    found = jobs.execute(job, 0, tmp_path)
+    assert found["l2max"] is True and found["variance"] == 24.0 and len(found["largest"]) == 2
+
+
 def test_a_round_is_read_at_the_same_share_of_a_shorter_run():
     small, printed = (Train("fed-cdp", "mnist", changes(rounds=r)) for r in (4, 100))
     assert jobs.measure("accuracy@50", result(), small, printed) == 0.8

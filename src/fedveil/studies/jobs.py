@@ -128,6 +128,7 @@ def _train(job: Train, seed: int, folder: Path) -> Result:
 
 def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Result:
     from fedveil.federation.store import open_run
+    from fedveil.protect.catalogue import get
 
     done = open_run(place)
     metrics = done.metrics
@@ -163,7 +164,7 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "engine": result["engine"],
         "noise_law": law_of(config.built_recipe()),
         "cpu_seconds": cpu,
-        "l2max": config.built_recipe().scale.batch,
+        "l2max": get(config.recipe).scale.batch,  # of the recipe as named: a fixed variance takes the batch's norm out of a run
         "variance": config.fixed_variance,
         "ledger": [row for row in result["ledger"] if row["observer"] in ("server", "public")],
     }
