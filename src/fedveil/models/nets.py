@@ -152,10 +152,15 @@ class Residual(nn.Module):
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet18_gn(shape: Shape, outputs: int, width: int = 64, groups: int = 16) -> nn.Sequential:
-    """ResNet-18 for small images, with GroupNorm not BatchNorm; `width` channels in the first stage."""
+def resnet18_gn(shape: Shape, outputs: int, width: int = 64, groups: int = 16, stem: str = "small") -> nn.Sequential:
+    """ResNet-18 with GroupNorm not BatchNorm; `width` channels in the first stage.
+
+    stem: small (one 3x3 convolution, for small images) or printed (7x7 in strides of 2 and a pool, as its authors have it for
+    large ones: on 32x32 pixels a twelfth of the work)."""
     if width < 1 or width % groups:
         raise UserError(f"resnet18-gn: width = {width} must be a multiple of groups = {groups}.")
+    if stem not in ("small", "printed"):
+        raise UserError(f"resnet18-gn: stem = {stem} is neither small nor printed.")
     blocks: list[nn.Module] = []
     before = width
     for stage in range(4):
@@ -165,8 +170,12 @@ def resnet18_gn(shape: Shape, outputs: int, width: int = 64, groups: int = 16) -
             Residual(channels, channels, 1, groups),
         ]
         before = channels
+    first = nn.Conv2d(shape[0], width, 3, padding=1, bias=False)
+    pool: list[nn.Module] = []
+    if stem == "printed":
+        first, pool = nn.Conv2d(shape[0], width, 7, 2, padding=3, bias=False), [nn.MaxPool2d(3, 2, padding=1)]
     return nn.Sequential(
-        nn.Conv2d(shape[0], width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), nn.ReLU(),
+        first, nn.GroupNorm(groups, width), nn.ReLU(), *pool,
         *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, outputs),
     )  # fmt: skip
 

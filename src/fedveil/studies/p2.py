@@ -21,7 +21,8 @@ SIX = ("mnist", "fashion_mnist", "cifar10", "lfw", "purchase-10", "purchase-50")
 STEPS = {"mnist": 10000, "fashion_mnist": 10000, "cifar10": 10000, "lfw": 6000, "purchase-10": 5000,
          "purchase-50": 5000}  # fmt: skip
 FOUR = ("dp-baseline", "dp-dyns-c-decay", "dp-dyns-l2max", "dp-dyns")
-OF_BATCH = ("dp-dyns-l2max", "dp-dyns")  # S is a norm of the batch: of its examples by the text, of their mean by Algorithm 2
+# S is a norm of the batch: of its examples by the text, of their mean by Algorithm 2
+OF_BATCH = ("dp-dyns-l2max", "dp-dyns", "dp-dyn-s-l2max-sigma", "dp-dyn-s-sigma")
 NON_PRIVATE = {"mnist": .9892, "fashion_mnist": .875, "cifar10": .687, "lfw": .766, "purchase-10": .825,
                "purchase-50": .667}  # fmt: skip
 BOUNDS = (1, 2, 4, 8, 16, 32)
@@ -111,11 +112,19 @@ TABLE_3 = {
 
 def _why(recipe: str, dataset: str) -> tuple[str, ...]:
     base: tuple[str, ...] = ("our-split",) if recipe == "non-private" else ("central-noise",)
-    if "l2max" in recipe or recipe in ("dp-dyns", "dp-dyn-s-sigma"):
+    if recipe in OF_BATCH:
         base = (*base, "l2max")
     base = (*base, "adaclip-scale") if recipe == "adaclip" else base
     base = (*base, "small-batch") if dataset == "lfw" and recipe != "non-private" else base
     return (*base, "stand-in") if dataset.startswith("purchase") else base
+
+
+def _readings(recipe: str, dataset: str) -> list[tuple[str, Mapping[str, object], tuple[str, ...]]]:
+    """What a row's name adds, its settings and reasons: the text's reading of S and, where it differs, the algorithm's."""
+    found: list[tuple[str, Mapping[str, object], tuple[str, ...]]] = [("", {}, _why(recipe, dataset))]
+    if recipe in OF_BATCH:
+        found.append((", norm of the mean", {"sensitivity": "l2-max-mean"}, (*_why(recipe, dataset), "l2max-mean")))
+    return found
 
 
 def _epsilons(row: str, steps: int, printed: tuple[float, ...]) -> list[Cell]:
@@ -132,13 +141,9 @@ def _table4() -> list[Cell]:
         cells.append(Cell(f"{dataset}, non-private", "any C", NON_PRIVATE[dataset], plain, "accuracy",
                           _why("non-private", dataset)))  # fmt: skip
         for recipe, printed in zip(FOUR, rows, strict=True):
-            jobs = [central(recipe, dataset, **{"clip.bound": _bound(recipe, c)}) for c in BOUNDS]
-            cells += line(f"{dataset}, {recipe}", [f"C={c}" for c in BOUNDS], printed, jobs, "accuracy",
-                          _why(recipe, dataset))  # fmt: skip
-            if recipe in OF_BATCH:
-                jobs = [central(recipe, dataset, sensitivity="l2-max-mean", **{"clip.bound": _bound(recipe, c)}) for c in BOUNDS]
-                cells += line(f"{dataset}, {recipe}, norm of the mean", [f"C={c}" for c in BOUNDS], printed, jobs, "accuracy",
-                              (*_why(recipe, dataset), "l2max-mean"))  # fmt: skip
+            for said, more, why in _readings(recipe, dataset):
+                jobs = [central(recipe, dataset, **more, **{"clip.bound": _bound(recipe, c)}) for c in BOUNDS]
+                cells += line(f"{dataset}, {recipe}{said}", [f"C={c}" for c in BOUNDS], printed, jobs, "accuracy", why)
     return cells
 
 
@@ -153,9 +158,8 @@ def _table5() -> list[Cell]:
         for recipe, row in zip(FOUR, TABLE_4[dataset], strict=True):
             name = f"{dataset}, {recipe}"
             cells += _epsilons(name, steps, SPENT[steps])
-            cells.append(
-                Cell(name, "acc", row[2], central(recipe, dataset), "accuracy", _why(recipe, dataset))
-            )
+            cells += [Cell(f"{name}{said}", "acc", row[2], central(recipe, dataset, **more), "accuracy", why)
+                      for said, more, why in _readings(recipe, dataset)]  # fmt: skip
     return cells
 
 
@@ -166,8 +170,9 @@ def _table6() -> list[Cell]:
         cells += _epsilons(f"{dataset}, dp-baseline", steps, SPENT[steps])
         for recipe, (at, *printed) in zip(FOUR[1:], rows, strict=True):
             cells += _epsilons(f"{dataset}, {recipe}", int(at), tuple(printed))
-            cells.append(Cell(f"{dataset}, {recipe}", "iterations", at, central(recipe, dataset),
-                              f"iterations_to:{target}", _why(recipe, dataset), 0))  # fmt: skip
+            cells += [Cell(f"{dataset}, {recipe}{said}", "iterations", at, central(recipe, dataset, **more),
+                           f"iterations_to:{target}", why, 0)
+                      for said, more, why in _readings(recipe, dataset)]  # fmt: skip
     return cells
 
 
@@ -192,8 +197,8 @@ def _table8() -> list[Cell]:
     cells = []
     budgets = dict(zip(ACCOUNTANTS, SPENT[10000], strict=True))
     for recipe, paper in zip(FOUR, (0.9596, 0.9639, 0.9773, 0.9778), strict=True):
-        cells.append(Cell(f"fixed, {recipe}", "accuracy", paper, central(recipe, "mnist"), "accuracy",
-                          _why(recipe, "mnist"), 4))  # fmt: skip
+        cells += [Cell(f"fixed, {recipe}{said}", "accuracy", paper, central(recipe, "mnist", **more), "accuracy", why, 4)
+                  for said, more, why in _readings(recipe, "mnist")]  # fmt: skip
     for schedule, rows in TABLE_8.items():
         for at, (name, formula) in enumerate(ACCOUNTANTS.items()):
             printed = ITERATIONS[schedule][at]
@@ -208,10 +213,11 @@ def _table8() -> list[Cell]:
                 Cell(f"{schedule}, iterations to ε={budgets[name]}", name, printed, job, measure, why, 0)
             )
         for recipe, numbers in zip(DYNAMIC, rows, strict=True):
-            job2 = central(recipe, "mnist", sigma=SIGMA[schedule])
-            for name, paper, stop in zip(ACCOUNTANTS, numbers, ITERATIONS[schedule], strict=True):
-                cells.append(Cell(f"{schedule}, {recipe}", name, paper, job2, f"accuracy@{-(-stop // 100)}",
-                                  (*_why(recipe, "mnist"), "text-schedule"), 4))  # fmt: skip
+            for said, more, whys in _readings(recipe, "mnist"):
+                run = central(recipe, "mnist", sigma=SIGMA[schedule], **more)
+                cells += [Cell(f"{schedule}, {recipe}{said}", name, paper, run, f"accuracy@{-(-stop // 100)}",
+                               (*whys, "text-schedule"), 4)
+                          for name, paper, stop in zip(ACCOUNTANTS, numbers, ITERATIONS[schedule], strict=True)]  # fmt: skip
     return cells
 
 
@@ -220,12 +226,11 @@ def _table9() -> list[Cell]:
     for recipe, (at, *printed) in zip(FOUR[1:], TABLE_6["mnist"][1], strict=True):
         cells += _epsilons(recipe, int(at), tuple(printed))
     for schedule, numbers in TABLE_9.items():
-        job = central("dp-dyn-s-sigma", "mnist", sigma=SIGMA[schedule])
-        for (name, formula), paper in zip(ACCOUNTANTS.items(), numbers[:5], strict=True):
-            cells.append(Cell(f"{schedule}, dp-dyn-s-sigma", name, paper, job, f"spent_to:{formula}:0.9596",
-                              ("data-dependent", "text-schedule")))  # fmt: skip
-        cells.append(Cell(f"{schedule}, dp-dyn-s-sigma", "iterations", numbers[5], job, "iterations_to:0.9596",
-                          ("data-dependent",), 0))  # fmt: skip
+        for said, more, why in _readings("dp-dyn-s-sigma", "mnist"):
+            job, row = central("dp-dyn-s-sigma", "mnist", sigma=SIGMA[schedule], **more), f"{schedule}, dp-dyn-s-sigma{said}"
+            cells += [Cell(row, name, paper, job, f"spent_to:{formula}:0.9596", ("data-dependent", "text-schedule", *why[2:]))
+                      for (name, formula), paper in zip(ACCOUNTANTS.items(), numbers[:5], strict=True)]  # fmt: skip
+            cells.append(Cell(row, "iterations", numbers[5], job, "iterations_to:0.9596", ("data-dependent", *why[2:]), 0))
     return cells
 
 
@@ -281,17 +286,12 @@ def _figures() -> list[Entry]:
         for c, s in ((1, 1), (1, 6), (4, 1), (4, 6))
     ]  # fmt: skip
     fourth = [
-        Cell(
-            recipe,
-            f"round {r} (of 100 steps)",
-            None,
-            central(recipe, "mnist"),
-            f"deviation@{r}",
-            ("no-numbers",),
-        )
+        Cell(f"{recipe}{said}", f"round {r} (of 100 steps)", None, central(recipe, "mnist", **more), f"deviation@{r}",
+             ("no-numbers",))
         for recipe in ("dp-baseline", "dp-dyns", "dp-dyn-s-sigma")
+        for said, more, _ in _readings(recipe, "mnist")
         for r in (1, 25, 50, 100)
-    ]
+    ]  # fmt: skip
     fifth = [
         Cell(f"{recipe}{', noise on example' if change else ''}", d, None,
              attack(recipe, d, victims=8, change=change), "ssim", ("no-numbers",))
@@ -323,8 +323,9 @@ def entries() -> list[Entry]:
         more = {"cohort": "all"} if recipe in ("quantile-clip", "adaclip") else {}
         more = {"sigma": SIGMA["linear"]} if recipe == "dp-dyn-s-sigma" else more
         table11 += [
-            Cell(f"{recipe}, accuracy", d, paper, central(recipe, d, **more), "accuracy", _why(recipe, d))
+            Cell(f"{recipe}{said}, accuracy", d, paper, central(recipe, d, **more, **reading), "accuracy", why)
             for d, paper in zip(five[:4], accuracy, strict=True)
+            for said, reading, why in _readings(recipe, d)
         ]
         times = [central_time(recipe, d) for d in five[:4]]
         table11 += line(f"{recipe}, s/iteration", five[:4], cost, times, "seconds", ("other-machine",))
