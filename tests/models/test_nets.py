@@ -39,6 +39,16 @@ def test_models_have_the_stated_size_pass_the_check_and_give_logits(name, shape,
     check_model(module.eval() if name == "adassp" else module, shape, classes)  # it trains on sums, and predicts with the head
 
 
+def test_resnet18_with_the_printed_stem_is_the_published_network_but_for_its_norms():
+    """11,689,512 weights are printed for 1,000 classes, BatchNorm has as many as GroupNorm, and shortcuts of ours have no norm."""
+    net = build("resnet18-gn", (3, 224, 224), 1000, stem="printed")
+    assert layout_of(net).size == 11_689_512 - 2 * (128 + 256 + 512)
+    seen = []
+    net[3].register_forward_hook(lambda *run: seen.append(tuple(run[2].shape[1:])))
+    net(torch.zeros(1, 3, 224, 224))
+    assert isinstance(net[3], nn.MaxPool2d) and seen == [(64, 56, 56)]
+
+
 def test_every_name_has_a_golden_size():
     assert {row[0] for row in GOLDEN} == set(model_names())
 
@@ -93,6 +103,7 @@ def test_hidden_sizes_are_an_option():
         (("logistic", (3,), None), {}, "use 'linear'"),
         (("linear", (3,), 2), {}, "use 'logistic'"),
         (("resnet18-gn", COLOUR, 10), {"width": 10}, "multiple of groups"),
+        (("resnet18-gn", COLOUR, 10), {"stem": "7x7"}, "neither small nor printed"),
     ],
 )
 def test_wrong_requests_are_explained(arguments, options, message):

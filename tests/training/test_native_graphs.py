@@ -184,8 +184,9 @@ def test_a_subclass_and_the_sequential_of_its_layers_give_the_same_bits():
     assert same_bits(train(native, case, works(case), what), train(native, replace(case, module=same), works(case), what))
 
 
-def test_the_shipped_resnet_is_compiled():
-    net = nets.build("resnet18-gn", (3, 32, 32), 10, 0)
+@pytest.mark.parametrize("stem", ["small", "printed"])
+def test_the_shipped_resnet_is_compiled(stem):
+    net = nets.build("resnet18-gn", (3, 32, 32), 10, 0, stem=stem)
     assert compile.why_not(net) is None
     assert sum(layer.kind == "add" for layer in compile.compile_layers(net, (3, 32, 32))) == 8
 
