@@ -92,11 +92,11 @@ def _table4() -> list[Cell]:
                 for e, paper in zip(EPSILONS, printed, strict=True)
             ]
         cells.append(Cell(f"none, {said}", "ε=∞", 0.871, planned("", None, features), "accuracy", (f"planned-{features}",)))
-    noised = udp(MECHANISMS["Gaussian"], "cifar10", 8)
+    noised = udp(MECHANISMS["Gaussian"], "cifar10", 8, **settings.RESNET)
     return [
         *cells,
         Cell("Gaussian, ResNet-18", "ε=8", 0.742, noised, "accuracy", why("Gaussian", "cifar10")),
-        Cell("none, ResNet-18", "ε=∞", 0.871, udp("non-private", "cifar10", None), "accuracy", ("resnet-gn",)),
+        Cell("none, ResNet-18", "ε=∞", 0.871, udp("non-private", "cifar10", None, **settings.RESNET), "accuracy", ("resnet-gn",)),
     ]  # fmt: skip
 
 
@@ -109,10 +109,10 @@ def _batch(dataset: str, clients: int) -> float:
 def _table5() -> list[Cell]:
     cells = []
     for (dataset, clients), printed in TABLE_5.items():
-        count = 2 if dataset == "cifar10" else 100  # an iteration of ResNet-18 takes seconds
+        resnet = settings.RESNET if dataset == "cifar10" else {}
         batch = _batch(dataset, clients)
-        job = Time("udp-fl-gaussian", dataset, changes(settings.UDP[dataset], calibrate=False, clients=clients, batch_size=batch),
-                   iterations=count)  # fmt: skip
+        merged = changes(settings.UDP[dataset], resnet, calibrate=False, clients=clients, batch_size=batch)
+        job = Time("udp-fl-gaussian", dataset, merged, iterations=10 if resnet else 100)
         for count, paper in zip((50, 100, 500, 1000), printed, strict=True):
             cells.append(Cell(f"{SHOWN[dataset]} ({clients} clients)", f"{count} iterations", paper, job,
                               f"total_seconds:{clients}:{count}", ("flower-time",), 1))  # fmt: skip
@@ -160,7 +160,7 @@ def _table7() -> list[Cell]:
 def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float, float], heads: tuple[str, str],
                 measures: tuple[str, str], extra: tuple[str, ...]) -> list[Cell]:  # fmt: skip
     pool = 4000 if kind == "decoder" else 1000
-    more = {"model": "papers-cnn"} if dataset == "cifar10" else {}  # ResNet-18 takes core-days for a table
+    more = {"model": "papers-cnn"} if dataset == "cifar10" else {}  # ResNet-18 takes hours for a table
     first = Inference(kind, udp("non-private", dataset, None, **more), pool=pool)
     cells = [
         Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
