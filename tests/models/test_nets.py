@@ -40,7 +40,7 @@ def test_models_have_the_stated_size_pass_the_check_and_give_logits(name, shape,
 
 
 def test_resnet18_with_the_printed_stem_is_the_published_network_but_for_its_norms():
-    """11,689,512 weights are printed for 1,000 classes, BatchNorm has as many as GroupNorm, and shortcuts of ours have no norm."""
+    """11,689,512 weights are known for 1,000 classes; BatchNorm has as many as GroupNorm; shortcuts of ours have no norm."""
     net = build("resnet18-gn", (3, 224, 224), 1000, stem="printed")
     assert layout_of(net).size == 11_689_512 - 2 * (128 + 256 + 512)
     seen = []

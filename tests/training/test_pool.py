@@ -328,7 +328,9 @@ def test_many_normals_are_the_streams_of_the_definition(count, native, monkeypat
             assert np.array_equal(row, noise.numpy_normals(key, step, count) * factor)
 
 
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in nets.model_names()), ("resnet18-gn", {"stem": "printed"})])
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in nets.model_names()), ("resnet18-gn", {"stem": "printed"})]
+)
 def test_every_built_in_model_gives_the_references_update(name, options):
     options = {"width": 16, **options} if name == "resnet18-gn" else {}
     shape, classes = ((3, 24, 1), None) if name in ("wind-cnn", "linear") else ((1, 28, 28), 10)
