@@ -67,6 +67,7 @@ struct Result {
     double loss, unclipped, noise_scale, below;
     int64_t examples, skipped;
     double *norm_mean, *norm_max;  // [units], or [1] when clip is flat
+    double* of_mean;               // [steps]: norms of the batches' mean gradients; null where not wanted, never with plan.of_mean
 };
 
 struct Engine {

@@ -335,11 +335,11 @@ const float* vector_or_null(nb::handle value, int64_t size, std::vector<nb::obje
     return array.data();
 }
 
-// Results go into delta [K, P], norms [2, K * units] (mean, max) and facts [K, 7]:
-// finite, loss, unclipped, noise scale, examples, below count, skipped.
+// Results go into delta [K, P], norms [2, K * units] (mean, max), facts [K, 7]:
+// finite, loss, unclipped, noise scale, examples, below count, skipped; and of_mean [K, steps], or [K, 0] where not wanted.
 void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int64_t inputs, int64_t outputs, nb::dict settings,
            const Floats& x, std::optional<Longs> labels, std::optional<Floats> targets, const Floats& start,
-           nb::list clients, FloatMatrix delta, DoubleMatrix norms, DoubleMatrix facts, int threads,
+           nb::list clients, FloatMatrix delta, DoubleMatrix norms, DoubleMatrix facts, DoubleMatrix of_mean, int threads,
            const std::string& isa) {
     const Net net = read_net(layers, eps, unit_begin, inputs, outputs);
     const Choice choice = choose(isa);
@@ -406,7 +406,8 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 
     const int64_t count = int64_t(nb::len(clients)), measured = plan.clip == CLIP_FLAT ? 1 : net.units;
     if (int64_t(delta.shape(0)) != count || int64_t(delta.shape(1)) != net.params || norms.shape(0) != 2 ||
-        int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 7)
+        int64_t(norms.shape(1)) != count * measured || int64_t(facts.shape(0)) != count || facts.shape(1) != 7 ||
+        int64_t(of_mean.shape(0)) != count || (int64_t(of_mean.shape(1)) != plan.steps && (of_mean.shape(1) || plan.of_mean)))
         throw std::invalid_argument("result arrays have the wrong shape");
     std::vector<Client> work;
     for (nb::handle item : clients) {
@@ -442,6 +443,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
             r.delta = delta.data() + k * net.params;
             r.norm_mean = norms.data() + k * measured;
             r.norm_max = norms.data() + (count + k) * measured;
+            if (of_mean.shape(1)) r.of_mean = of_mean.data() + k * plan.steps;
             choice.engine->train(net, plan, data, work[size_t(k)], *choice.noise, cipher, workspace, r);
             double* f = facts.data() + k * 7;
             f[0] = r.finite, f[1] = r.loss, f[2] = r.unclipped;
@@ -458,7 +460,7 @@ void train(const Longs& layers, const Floats& eps, const Longs& unit_begin, int6
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 6;  // of this interface; protect.noise checks it
+    m.attr("VERSION") = 7;  // of this interface; protect.noise checks it
     m.def("instruction_sets", &instruction_sets);
     m.def("exact_gaussian", &exact_gaussians, nb::arg("key"), nb::arg("step"), nb::arg("count"), nb::arg("deviation"),
           nb::arg("example") = 0, nb::arg("isa") = "auto");
@@ -501,5 +503,5 @@ NB_MODULE(_native, m) {
     m.def("train", &train, nb::arg("layers"), nb::arg("eps"), nb::arg("unit_begin"), nb::arg("inputs"),
           nb::arg("outputs"), nb::arg("settings"), nb::arg("x"), nb::arg("labels").none(), nb::arg("targets").none(),
           nb::arg("start"), nb::arg("clients"), nb::arg("delta"), nb::arg("norms"), nb::arg("facts"),
-          nb::arg("threads"), nb::arg("isa") = "auto");
+          nb::arg("of_mean"), nb::arg("threads"), nb::arg("isa") = "auto");
 }

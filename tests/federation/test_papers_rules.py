@@ -105,11 +105,31 @@ def test_a_given_deviation_follows_no_batch_and_is_promised_like_noise_on_the_bo
     ours = prepare(load_config("fed-cdp", [*SMALL, *given, f"sensitivity={sensitivity}"]))
     plain = prepare(load_config("fed-cdp", [*SMALL, "clip.kind=flat", "clip.bound=4", "sigma=6"]))
     state = start(ours.task, ours.initial)
-    assert plan_of(ours.task, moment_of(ours.task, state), 0, 100) == plan_of(plain.task, moment_of(plain.task, state), 0, 100)
+    one, two = (plan_of(r.task, moment_of(r.task, state), 0, 100) for r in (ours, plain))
+    assert replace(one, measure_mean=False) == two and one.measure_mean is (sensitivity == "l2-max-mean")
     said, known = (claims(r.task.recipe, r.task.setting, moment_of(r.task, state), 100) for r in (ours, plain))
     assert said == known and "sound" in {one.verdict for one in said}
     # The noise that is drawn does not move with the data: twice the inputs, the same deviation.
     wide = replace(ours, task=replace(ours.task, x=2 * ours.task.x))
     one, two = (play_round(run, state, np.array([0]))[2] for run in (ours, wide))
     assert one["noise_deviation"] == two["noise_deviation"] and one["norm_max"] != two["norm_max"]
+
+
+@pytest.mark.parametrize("engine", ["auto", "stacked", "functional", "graph", "reference"])
+def test_under_a_given_deviation_the_norm_of_the_mean_is_measured_in_private_and_moves_no_weight(engine):
+    changes = [*SMALL, "fixed_variance=24", f"engine={engine}"]
+    runs = [prepare(load_config("dp-dyns", [*changes, f"sensitivity={s}"])) for s in ("l2-max-mean", "l2-max", "bound")]
+    states = [start(one.task, one.initial) for one in runs]
+    for _ in range(3):
+        states, facts, private = zip(*(play_round(*pair, np.array([0])) for pair in zip(runs, states, strict=True)), strict=True)
+        assert np.array_equal(states[0].weights, states[1].weights) and np.array_equal(states[0].weights, states[2].weights)
+        assert 0 < private[0]["mean_gradient_norm"] <= private[0]["mean_gradient_norm_max"] <= max(private[0]["norm_max"])
+        assert facts[0] == facts[1] == facts[2]
+        assert not any("mean_gradient_norm" in name for said in (*facts, *private[1:]) for name in said)
+
+
+def test_where_the_noise_follows_the_norm_of_the_mean_the_figure_is_what_it_follows():
+    run = prepare(load_config("dp-dyns-l2max", [*SMALL, "local_steps=1", "sensitivity=l2-max-mean", "sigma=6"]))
+    private = play_round(run, start(run.task, run.initial), np.array([0]))[2]
+    assert private["noise_deviation"] == pytest.approx(6 * private["mean_gradient_norm_max"], rel=1e-6)
 

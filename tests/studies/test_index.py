@@ -52,6 +52,19 @@ def test_a_table_has_all_its_cells(name, count):
     assert len(catalogue()[name].cells) == count
 
 
+def test_p2s_counts_of_a_fixed_variance_stand_there_in_both_readings_of_l2_max():
+    """The same prints, and runs that differ in the reading only; recipes that do not follow the batch have one row."""
+    counted = [cell for cell in catalogue()["p2-table7"].cells if cell.measure.startswith("fixed_variance:")]
+    means = [cell for cell in counted if cell.row.endswith(", norm of the mean")]
+    text = {(cell.row, cell.column): cell for cell in counted}
+    assert {cell.job.recipe for cell in means} == {"dp-dyns-l2max", "dp-dyns"}
+    assert len(means) == sum(cell.job.recipe in ("dp-dyns-l2max", "dp-dyns") for cell in counted) / 2
+    for cell in means:
+        other = text[cell.row.removesuffix(", norm of the mean"), cell.column]
+        assert (cell.paper, cell.measure) == (other.paper, other.measure) and "l2max-mean" in cell.why
+        assert dict(cell.job.settings) == {**dict(other.job.settings), "sensitivity": "l2-max-mean"}
+
+
 def test_every_reason_is_known_and_no_cell_appears_twice():
     for entry in catalogue().values():
         names = [(c.row, c.column) for c in entry.cells]

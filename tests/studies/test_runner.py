@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from fedveil.cli import build
 from fedveil.errors import UserError
+from fedveil.federation.store import open_run
 from fedveil.protect.catalogue import get
 from fedveil.protect.recipe import with_changes
 from fedveil.studies import jobs, render, runner, settings
@@ -200,6 +201,22 @@ def test_a_run_of_fixed_variance_is_kept_as_one_whose_count_follows_the_batch(tm
     job = Train("dp-dyns-l2max", "cancer", changes(tiny, clients=1, fixed_variance=24.0, rounds=2))
     found = jobs.execute(job, 0, tmp_path)
     assert found["l2max"] is True and found["variance"] == 24.0 and len(found["largest"]) == 2
+
+
+def test_in_the_algorithms_reading_the_count_follows_the_largest_norm_of_a_rounds_mean_gradients(tmp_path):
+    """The runs are the same: the noise is the given one. zCDP adds up q²/sigma² by hand."""
+    tiny = {name: value for name, value in TINY if name != "cohort_size"}
+    both = [changes(tiny, clients=1, fixed_variance=24.0, rounds=2, **more) for more in ({}, {"sensitivity": "l2-max-mean"})]
+    text, mean = (jobs.execute(Train("dp-dyns-l2max", "cancer", one), 0, tmp_path) for one in both)
+    assert mean["l2max"] is True and mean["accuracies"] == text["accuracies"] and mean["norms"] == text["norms"]
+    private = open_run(tmp_path / "runs" / key_of(Train("dp-dyns-l2max", "cancer", both[1]), 0)).private
+    largest = [line["mean_gradient_norm_max"] for line in private]
+    assert [value for _, value in mean["largest"]] == pytest.approx(largest, rel=1e-5)
+    assert all(0 < norm < min(4.0, one) for norm, (_, one) in zip(largest, text["largest"], strict=True))
+    job, mean["accuracies"] = Train("dp-dyns-l2max", "cancer", both[1]), [[2, 1.0]]
+    rho = 3 * 0.01**2 * sum((norm / 24) ** 2 for norm in largest)
+    spent = jobs.measure("fixed_variance:zcdp:0.9", mean, job, job)
+    assert spent == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5, rel=1e-4)
 
 
 def test_a_round_is_read_at_the_same_share_of_a_shorter_run():

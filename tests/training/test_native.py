@@ -122,6 +122,9 @@ PLANS = {
     "l2-max": {"clip": "layer", "sensitivity": "l2-max", **GAUSS},
     "l2-max of the mean": {"clip": "layer", "sensitivity": "l2-max-mean", **GAUSS},
     "l2-max of the mean, flat": {"clip": "flat", "sensitivity": "l2-max-mean", **GAUSS},
+    "mean measured": {"clip": "layer", "measure_mean": True, **GAUSS},
+    "mean measured, flat": {"clip": "flat", "measure_mean": True},
+    "mean measured, no clip": {"measure_mean": True, **GAUSS},
     "l2-max flat example": {"clip": "flat", "sensitivity": "l2-max", "noise_on": "example", **GAUSS},
     "mean": {"clip": "layer", "noise_on": "mean", **GAUSS},
     "noise only": dict(GAUSS),
@@ -242,6 +245,28 @@ def test_noise_is_bit_for_bit_that_of_the_definition(name):
     scale = np.float32(1e-30 * 2.0**90)
     for row, client in zip(got, work, strict=True):
         assert np.array_equal(row, -(noise.numpy_normals(client.noise_key, 0, len(row)) * scale))
+
+
+MEASURED = [
+    {"clip": "layer", **GAUSS},
+    {"clip": "flat", **GAUSS},
+    {"clip": "flat", "grid": 2.0**-10, **GAUSS},
+    {"clip": "layer", "bound_rule": "median", **GAUSS},
+    {"clip": "flat", "noise": "laplace", "momentum": 0.5},
+    {"clip": "layer", "sensitivity": "l2-max", **GAUSS},
+]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("options", MEASURED, ids=str)
+def test_measuring_the_mean_changes_no_bit_of_anything_else(options, isa):
+    """Batches of one group, of several, and Poisson ones with empty steps; dense layers alone and behind convolutions."""
+    for case in (mlp(), build(papers_like, (1, 12, 11), 3)):
+        for work in (works(case, 2), works(case, 1, batch=77), works(case, 3, poisson=True)):
+            plain, measured = (train(native, case, work, plan(measure_mean=m, **options), isa=isa) for m in (False, True))
+            assert measured.mean_gradient_norms.shape == (len(work), 3) and measured.mean_gradient_norms.max() > 0
+            assert plain.mean_gradient_norms.shape == (len(work), 0)
+            assert same_bits(plain, replace(measured, mean_gradient_norms=plain.mean_gradient_norms))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_cases import Case, build, everything, plan, planned, train, works
+from engine_cases import Case, build, everything, mlp, plan, planned, train, works
 from torch import nn
 
 from fedveil.models.layout import layout_of
@@ -95,6 +95,31 @@ def test_l2_max_of_the_mean_is_the_norm_of_the_clipped_sum_over_the_batch():
     )
     result = train(reference, case, work, private)
     assert result.noise_scale[0] == pytest.approx(0.7 * np.linalg.norm(clipped) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("asked", [{"sensitivity": "l2-max-mean"}, {"measure_mean": True}])
+@pytest.mark.parametrize("clip", ["layer", "flat"])
+def test_the_norm_of_each_steps_mean_gradient_is_that_of_autograd_and_numpy(clip, asked):
+    """A batch of four, of one and of none; the noise, which follows it or does not, is no part of the figure."""
+    case, noise = mlp(), {"noise": "gaussian", "multipliers": (0.7,)}
+    work = [client([[0, 1, 2, 3]])[0], client([[5, -1, -1, -1]])[0], client([[-1] * 4])[0]]
+    expected = []
+    for one in work:
+        sums = [0.0, 0.0, 0.0] if clip == "layer" else [0.0]
+        for row in one.rows[0][one.rows[0] >= 0]:
+            case.module.zero_grad()
+            x, y = torch.tensor(case.x[row : row + 1]), torch.tensor(case.y[row : row + 1])
+            torch.nn.functional.cross_entropy(case.module(x), y).backward()
+            grads = [torch.cat([p.grad.flatten() for p in case.module[at].parameters()]).numpy() for at in (0, 2, 4)]
+            parts = grads if clip == "layer" else [np.concatenate(grads)]
+            sums = [s + g * min(1.0, 0.5 / np.linalg.norm(g)) for s, g in zip(sums, parts, strict=True)]
+        expected.append(max(np.linalg.norm(s) for s in sums) / 2)
+    what = planned(1, 0.1, 2.0, clip=clip, bounds=(0.5,), **noise, **asked)
+    found = train(reference, case, work, what).mean_gradient_norms
+    assert expected[0] > expected[1] > expected[2] == 0
+    np.testing.assert_allclose(found, np.array(expected)[:, None], rtol=1e-5)
+    quiet = planned(1, 0.1, 2.0, clip=clip, bounds=(0.5,), **noise)
+    assert train(reference, case, work, quiet).mean_gradient_norms.shape == (3, 0)
 
 
 @pytest.mark.parametrize(("sensitivity", "noised"), [("bound", True), ("l2-max", False), ("l2-max-mean", False)])

@@ -243,9 +243,17 @@ class RunConfig(BaseModel):
             )
         return own(self.recipe)
 
+    def _changed(self) -> Recipe:
+        return with_changes(self._base(), self.protect)
+
+    @property
+    def asked_scale(self) -> Scale:
+        """What the recipe's noise is to follow. A fixed variance takes it out of the run, but not out of a paper's count."""
+        return self._changed().scale
+
     def built_recipe(self) -> Recipe:
         """The recipe with this configuration's changes; a bound that follows the learning rate gets its values."""
-        recipe = with_changes(self._base(), self.protect)
+        recipe = self._changed()
         if self.fixed_variance is not None and recipe.scale.batch:
             # The deviation is given, whatever the batch: nothing follows its largest norm any more, and sigma is this / bound.
             recipe = replace(recipe, scale=Scale())

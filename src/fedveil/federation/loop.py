@@ -225,6 +225,7 @@ def _task(
         server_momentum=config.server_momentum,
         average=config.average,
         fixed_variance=config.fixed_variance,
+        measure_mean=config.asked_scale.of_mean,
         seed=config.seed,
         message_loss=config.message_loss,
         smoothness=config.smoothness,
@@ -405,12 +406,20 @@ def _diagnostics(seen: list[tuple[list[int], LocalResult]]) -> JsonObject:
         "loss": mean("loss", everyone),
         "norm_mean": mean("norm_mean", alike),
         "norm_max": None if len(largest) == 0 else _plain(largest.max(axis=0)),
+        **_of_mean(everyone),
         "unclipped": mean("unclipped", everyone),
         "noise_deviation": mean("noise_scale", everyone),
         "client_loss": {str(c): _plain(r.loss[k]) for chunk, r in seen for k, c in enumerate(chunk)}
         if len(finite) <= 200
         else None,
     }
+
+
+def _of_mean(results: Sequence[LocalResult]) -> JsonObject:
+    """Norms of the batches' mean gradients, over steps and clients; nothing where neither the noise nor a count follows them."""
+    found = [r.mean_gradient_norms[r.finite].ravel() for r in results if r.mean_gradient_norms.size]
+    norms = np.concatenate(found) if found else np.zeros(0)
+    return {"mean_gradient_norm": float(norms.mean()), "mean_gradient_norm_max": float(norms.max())} if norms.size else {}
 
 
 def _plain(value: object) -> object:

@@ -119,6 +119,7 @@ class Task:
     server_momentum: float = 0.0
     average: float = 0.0
     fixed_variance: float | None = None
+    measure_mean: bool = False  # a paper counts with the norm of the batch's mean gradient, whatever the noise follows
     own: Mapping[int, tuple[Recipe, float]] = field(default_factory=dict)  # clients with their own budget
     own_epsilon: Mapping[int, float] = field(default_factory=dict)
     public: tuple[np.ndarray, np.ndarray] | None = None
@@ -250,7 +251,7 @@ def plan_of(task: Task, now: Moment, client: int, size: int) -> LocalPlan:
     noised = each(lambda one: one.drawing, noised_of(task, now, client, size))
     if not (follows_largest or clip.rule.batch):
         noised = each(lambda one: replace(one, at_norm=0.0), noised)
-    return LocalPlan(**common, noised=noised)
+    return LocalPlan(**common, noised=noised, measure_mean=task.measure_mean)
 
 
 def work_of(task: Task, state: State, now: Moment, client: int) -> ClientWork:

@@ -318,6 +318,11 @@ class Scale:
     unsound: str = ""
     batch: bool = False
 
+    @property
+    def of_mean(self) -> bool:
+        """Is it the norm of the batch's mean gradient?"""
+        return self.name == "l2-max-mean"
+
 
 SCALES: dict[str, Scale] = {
     "bound": Scale(),

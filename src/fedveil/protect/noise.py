@@ -41,7 +41,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedveil.errors import UserError
 
-INTERFACE = 6  # of the compiled module; one of another version is not used
+INTERFACE = 7  # of the compiled module; one of another version is not used
 NOT_COMPILED = "the compiled module is not installed"
 
 try:

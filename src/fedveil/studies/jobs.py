@@ -128,9 +128,8 @@ def _train(job: Train, seed: int, folder: Path) -> Result:
 
 def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Result:
     from fedveil.federation.store import open_run
-    from fedveil.protect.catalogue import get
 
-    done = open_run(place)
+    done, scale = open_run(place), config.asked_scale
     metrics = done.metrics
     private = {line["round"]: line for line in done.private}
 
@@ -145,6 +144,8 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         return brief(float(np.mean(values))) if values else None
 
     def largest(line: Result) -> float | None:
+        if scale.of_mean:
+            return brief(line.get("mean_gradient_norm_max"))
         values = [v for v in line.get("norm_max") or () if v is not None]
         return brief(max(values)) if values else None
 
@@ -156,7 +157,7 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "sigmas": listed("sigma"),
         "bounds": listed("bound"),
         "norms": [(r, norm(p)) for r, p in private.items()],
-        "largest": [(r, largest(p)) for r, p in private.items()],
+        "largest": [(r, largest(p)) for r, p in private.items()],  # norm of what S is about: one example, or the batch's mean
         "deviations": [(r, brief(p.get("noise_deviation"))) for r, p in private.items()],
         "local_steps": config.local_steps,
         "rounds": result["rounds"],
@@ -164,7 +165,7 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "engine": result["engine"],
         "noise_law": law_of(config.built_recipe()),
         "cpu_seconds": cpu,
-        "l2max": get(config.recipe).scale.batch,  # of the recipe as named: a fixed variance takes the batch's norm out of a run
+        "l2max": scale.batch,
         "variance": config.fixed_variance,
         "ledger": [row for row in result["ledger"] if row["observer"] in ("server", "public")],
     }
@@ -303,8 +304,10 @@ def _first_round(result: Result, target: float) -> int | None:
 
 
 def _spent_to(result: Result, formula: str, target: float, *, fixed: bool) -> float | None:
-    """Nominal epsilon when the target accuracy is reached, with the sigma of each round (or variance over the
-    largest clipped norm of the round)."""
+    """Nominal epsilon when the target accuracy is reached, with the sigma of each round, or the fixed variance over S.
+
+    S is the largest of all steps of the round, in either reading of it (clipped norms of single examples; norms of the batches'
+    means): the steps of a round share one sigma, and that of the step that spends most does not flatter epsilon."""
     last = _first_round(result, target)
     if last is None:
         return None

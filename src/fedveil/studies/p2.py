@@ -184,12 +184,11 @@ def _table7() -> list[Cell]:
             if printed is SPENT[10000]:
                 cells += _epsilons(row, 10000, printed)
                 continue
-            why = ("not-one-sigma",) if recipe == "dp-baseline" else ("data-dependent",)
-            job = central(
-                recipe, dataset, fixed_variance=6.0 * bound, **{"clip.bound": _bound(recipe, bound)}
-            )
-            cells += [Cell(row, name, paper, job, f"fixed_variance:{formula}:{accuracy}", why)
-                      for (name, formula), paper in zip(ACCOUNTANTS.items(), printed, strict=True)]  # fmt: skip
+            base = "not-one-sigma" if recipe == "dp-baseline" else "data-dependent"
+            for said, more, why in _readings(recipe, dataset):
+                job = central(recipe, dataset, fixed_variance=6.0 * bound, **more, **{"clip.bound": _bound(recipe, bound)})
+                cells += [Cell(f"{row}{said}", name, paper, job, f"fixed_variance:{formula}:{accuracy}", (base, *why[2:]))
+                          for (name, formula), paper in zip(ACCOUNTANTS.items(), printed, strict=True)]  # fmt: skip
     return cells
 
 

@@ -62,6 +62,8 @@ class LocalPlan:
       or in the means; the noise does not change.
     - only_sum (one step, no noise): delta is minus the sum of the clipped gradients itself, rounded once; taken from
       the weights it would carry their rounding too, which knows no bound.
+    - measure_mean: the norms of the batches' mean gradients are reported although the noise does not follow them. It changes no
+      noise and no update.
     - a client whose weights (without a clip: or loss or norms) are not finite at any step stops there: finite False,
       delta 0.
     """
@@ -82,6 +84,7 @@ class LocalPlan:
     optimiser: Optimiser = SGD
     augment: Augment = NONE
     only_sum: bool = False  # the sum instead of a step: noise and step size follow elsewhere
+    measure_mean: bool = False
 
     @property
     def law(self) -> Law | None:
@@ -129,6 +132,11 @@ class LocalPlan:
         return self.sensitivity == "l2-max-mean"
 
     @property
+    def measured_means(self) -> int:
+        """For how many steps the norm of the batch's mean gradient is reported: all, or none."""
+        return self.steps if self.by_mean or self.measure_mean else 0
+
+    @property
     def follows(self) -> bool:
         """Does the noise follow a norm of the batch?"""
         return self.by_largest or (self.by_median and self.clips)
@@ -164,7 +172,9 @@ class LocalResult:
     the bound (clip "layer": the average of that number over the layers; clip "none": all pairs), so unclipped =
     below_count / examples. skipped [K]: the pairs whose gradient was not finite and added nothing. Means are over
     the other pairs; over no example they are 0. noise_scale is averaged over steps (and layers); without
-    noise it is 0. A client that is not finite has zeros in all figures but examples.
+    noise it is 0. mean_gradient_norms [K, steps]: the largest layer norm (clip "flat": the norm) of each batch's mean
+    clipped gradient before its noise; [K, 0] where the plan does not ask (`LocalPlan.measured_means`).
+    A client that is not finite has zeros in all figures but examples.
     """
 
     delta: np.ndarray
@@ -177,3 +187,4 @@ class LocalResult:
     examples: np.ndarray  # [K] number of (example, step) pairs used
     below_count: np.ndarray = field(default_factory=lambda: np.zeros(0))
     skipped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    mean_gradient_norms: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))

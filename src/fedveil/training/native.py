@@ -99,6 +99,7 @@ def train(
     delta = np.empty((count, layout.size), np.float32)
     norms = np.empty((2, count * columns))
     facts = np.empty((count, 7))
+    of_mean = np.zeros((count, plan.measured_means))
     clients = [
         (
             np.ascontiguousarray(w.rows, np.int32),
@@ -112,14 +113,14 @@ def train(
         noise._native.train(
             fields, eps, unit_begin, int(np.prod(features.shape[1:])), outputs, _settings(plan, layout.size),
             features, labels, targets, np.ascontiguousarray(start, np.float32), clients, delta, norms, facts,
-            threads, isa,
+            of_mean, threads, isa,
         )  # fmt: skip
     except ValueError as problem:
         raise UserError(f"The native engine cannot use this input: {problem}.") from problem
-    return _result(delta, norms.reshape(2, count, columns), facts)
+    return _result(delta, norms.reshape(2, count, columns), facts, of_mean)
 
 
-def _result(delta: np.ndarray, norms: np.ndarray, facts: np.ndarray) -> LocalResult:
+def _result(delta: np.ndarray, norms: np.ndarray, facts: np.ndarray, of_mean: np.ndarray) -> LocalResult:
     mean, largest = norms
     finite, loss, unclipped, noise_scale, examples, below, skipped = facts.T
     return LocalResult(
@@ -133,6 +134,7 @@ def _result(delta: np.ndarray, norms: np.ndarray, facts: np.ndarray) -> LocalRes
         examples=examples.astype(np.int64),
         below_count=below,
         skipped=skipped.astype(np.int64),
+        mean_gradient_norms=of_mean,
     )
 
 

@@ -61,8 +61,10 @@ def _client(
         gradients, sizes = _gradients(module, layout, weights, x, y, rows, step, work, plan, parts, figures)
         bounds = _bounds(plan, step, sizes, len(parts))
         total, largest = _clipped_sum(first, gradients, sizes, bounds, plan, parts, figures)
+        if plan.measured_means:
+            figures.of_mean.append(max(float(torch.linalg.vector_norm(total[part])) for part in parts) / plan.expected_batch)
         if plan.by_mean:
-            largest = max(float(torch.linalg.vector_norm(total[part])) for part in parts) / plan.expected_batch
+            largest = figures.of_mean[-1]
         if plan.noised:
             followed = np.array([largest] if plan.by_largest else bounds)
             times = plan.noised[step].times(followed if plan.follows else None, len(rows))
@@ -89,6 +91,7 @@ class _Figures:
     losses: list[float] = field(default_factory=list)
     norms: list[list[float]] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    of_mean: list[float] = field(default_factory=list)
     below: float = 0.0
     skipped: int = 0
     drawn: int = 0
@@ -174,6 +177,7 @@ def _told(
         "examples": drawn,
         "below_count": figures.below,
         "skipped": figures.skipped,
+        "mean_gradient_norms": np.array(figures.of_mean),
     }
 
 
@@ -222,4 +226,5 @@ def _nothing(layout: Layout, plan: LocalPlan) -> _Told:
         "examples": 0,
         "below_count": 0.0,
         "skipped": 0,
+        "mean_gradient_norms": np.zeros(plan.measured_means),
     }

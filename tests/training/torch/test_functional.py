@@ -39,6 +39,7 @@ OPTIONS = [
     {"clip": "layer", "sensitivity": "l2-max", "noise": "gaussian", "noise_on": "example"},
     {"clip": "layer", "noise": "laplace", "noise_on": "mean"},
     {"clip": "none", "noise": "gaussian"},
+    {"clip": "layer", "measure_mean": True, "noise": "gaussian"},
 ]
 
 

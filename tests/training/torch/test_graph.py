@@ -154,7 +154,10 @@ def test_one_step_agrees_with_the_reference(name, clip):
     assert np.allclose(ours.loss, theirs.loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize("more", [{"clip_norm": "l1"}, {"bound_rule": "median"}, {"sensitivity": "l2-max"}, {"grid": 2.0**-10}])
+@pytest.mark.parametrize(
+    "more",
+    [{"clip_norm": "l1"}, {"bound_rule": "median"}, {"sensitivity": "l2-max"}, {"grid": 2.0**-10}, {"measure_mean": True}],
+)
 @pytest.mark.parametrize("name", ["embedding", "attention", "lstm", "residual"])
 def test_other_clips_and_noises_agree_too(name, more):
     module, x, y = case(name)

@@ -123,12 +123,13 @@ class Network(Protocol):
 class _Figures:
     """Running figures of a chunk; float64, private to the client's side."""
 
-    def __init__(self, clients: int, columns: int, device: torch.device) -> None:
+    def __init__(self, clients: int, columns: int, means: int, device: torch.device) -> None:
         zero = torch.zeros(clients, dtype=torch.float64, device=device)
         self.loss, self.below, self.scale = zero, zero.clone(), zero.clone()
         self.norm_sum = zero[:, None].repeat(1, columns)
         self.norm_max = self.norm_sum.clone()
         self.skipped = zero.clone()
+        self.of_mean = zero[:, None].repeat(1, means)
 
     def add(self, members: Tensor | slice, result: Pass, mask: Tensor | None) -> None:
         if result.used is not mask and result.used is not None:
@@ -204,7 +205,7 @@ def _stack(
     counts = np.stack([(w.rows >= 0).sum(1) for w in work])  # [K, steps]
     widths = np.stack([_widths(c, small=network.rows >= _SMALL) for c in counts])
     rows = torch.as_tensor(_packed_rows(work, plan.steps, int(widths.max(initial=0))), device=device)
-    figures = _Figures(clients, 1 if plan.flat else network.layout.layers, device)
+    figures = _Figures(clients, 1 if plan.flat else network.layout.layers, plan.measured_means, device)
     noises = _Noise(plan, work, network.layout.size, dtype) if plan.noised else None
     most_rows = int(widths.max(initial=0)) if plan.by_median else max(1, network.rows // plan.augment.copies)
     more = (control, anchor if plan.penalty else None, shift, velocity)
@@ -213,8 +214,6 @@ def _stack(
     for step in range(plan.steps):
         batch = _Batch(x, y, rows[step], counts[:, step], widths[:, step], [w.noise_key for w in work], step)
         total, largest, bound_used = _summed(network, batch, plan, norms, weights, shift, scale, most_rows, figures)
-        if plan.by_mean:
-            largest = _mean_norm(network, total, plan)
         if noises is not None:
             times = plan.noised[step].times(_followed(plan, largest, bound_used, clients), counts[:, step, None])
             times = np.broadcast_to(times, (clients, times.shape[-1] if times.ndim else 1))
@@ -268,7 +267,7 @@ def _summed(
     network: Network, batch: _Batch, plan: LocalPlan, norms: bool, weights: Tensor, shift: Tensor | None, scale: Tensor | None,
     most_rows: int, figures: _Figures,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The clipped sums [K, P] of one step, the largest clipped norms [K] and the bounds that the batch itself gave, if wanted.
+    """The clipped sums [K, P] of one step and, if wanted, the norms [K] that l2-max follows and the bounds that the batch gave.
 
     Clients with equally wide batches go through together; a wide batch goes through in parts of `most_rows`."""
     clients, step = len(weights), batch.step
@@ -309,7 +308,9 @@ def _summed(
         else:
             total[chosen] = part.to(total)
     assert total is not None
-    return total, largest, bound_used
+    if plan.measured_means:
+        figures.of_mean[:, step] = _mean_norm(network, total, plan)
+    return total, figures.of_mean[:, step] if plan.by_mean else largest, bound_used
 
 
 class _Noise:
@@ -440,6 +441,7 @@ def _result(delta: Tensor, figures: _Figures, examples: np.ndarray, plan: LocalP
         examples=examples,
         below_count=clean(below),
         skipped=skipped,
+        mean_gradient_norms=clean(figures.of_mean),
     )
 
 
@@ -507,6 +509,7 @@ def join(parts: Sequence[LocalResult], layout: Layout, plan: LocalPlan) -> Local
             np.zeros(0, int),
             none,
             np.zeros(0, int),
+            np.zeros((0, plan.measured_means)),
         )
     if len(parts) == 1:
         return parts[0]  # updates of large nets are not copied
