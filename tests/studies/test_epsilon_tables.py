@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from fedveil.studies import cells, runner
+from fedveil.privacy import papers, schedules
+from fedveil.studies import cells, p2, runner
 from fedveil.studies.index import catalogue
+from fedveil.studies.reasons import REASONS
 
 # (table, row contains, column): what is not reproduced, with the number found instead (None: no number at all).
 NOT_REPRODUCED = {
@@ -66,3 +69,11 @@ def test_the_schedule_of_the_text_does_not_use_up_the_budget(folder):
 def test_a_number_that_needs_another_step_says_so(folder):
     row = next(r for r in epsilon_rows("p1-table6", folder) if r.row == "client, Fed-SDP L=1")
     assert any("as stated it is 0.8494" in text for text in row.why)
+
+
+def test_p2_viiis_sigma_from_six_uses_the_budgets_up_before_the_printed_iterations_and_the_page_says_when():
+    for name, schedule in p2.SIGMA.items():
+        sigmas = np.repeat(schedules.parse(schedule).per_iteration(100, 1), 100)
+        budgets = {"base": 123.354, "advanced": 7.45, "optimal": 6.74, "zcdp": 1.1588, "moments": 0.8227}
+        found = [papers.first_over(formula, sigmas, 0.01, 1e-5, budget) for formula, budget in budgets.items()]
+        assert f"{name} after {', '.join(map(str, found))}" in REASONS["from-six"]

@@ -215,7 +215,7 @@ def _table8() -> list[Cell]:
             for said, more, whys in _readings(recipe, "mnist"):
                 run = central(recipe, "mnist", sigma=SIGMA[schedule], **more)
                 cells += [Cell(f"{schedule}, {recipe}{said}", name, paper, run, f"accuracy@{-(-stop // 100)}",
-                               (*whys, "text-schedule"), 4)
+                               (*whys, "from-six"), 4)
                           for name, paper, stop in zip(ACCOUNTANTS, numbers, ITERATIONS[schedule], strict=True)]  # fmt: skip
     return cells
 
@@ -227,7 +227,7 @@ def _table9() -> list[Cell]:
     for schedule, numbers in TABLE_9.items():
         for said, more, why in _readings("dp-dyn-s-sigma", "mnist"):
             job, row = central("dp-dyn-s-sigma", "mnist", sigma=SIGMA[schedule], **more), f"{schedule}, dp-dyn-s-sigma{said}"
-            cells += [Cell(row, name, paper, job, f"spent_to:{formula}:0.9596", ("data-dependent", "text-schedule", *why[2:]))
+            cells += [Cell(row, name, paper, job, f"spent_to:{formula}:0.9596", ("data-dependent", "six-falls", *why[2:]))
                       for (name, formula), paper in zip(ACCOUNTANTS.items(), numbers[:5], strict=True)]  # fmt: skip
             cells.append(Cell(row, "iterations", numbers[5], job, "iterations_to:0.9596", ("data-dependent", *why[2:]), 0))
     return cells
