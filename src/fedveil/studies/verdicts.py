@@ -116,6 +116,11 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("DP-baseline stays at 24", "=dp-baseline", "~", 24.0, 0.01),
         Check("DP-dynS falls", "=dp-dyns & round 100", "<", "=dp-dyns & =round 1 (of 100 steps)"),
         Check("DP-dyn[S, sigma] falls", "=dp-dyn-s-sigma & round 100", "<", "=dp-dyn-s-sigma & =round 1 (of 100 steps)"),
+        *(
+            Check(f"{name} falls, norm of the mean", f"={row}, norm of the mean & round 100", "<",
+                  f"={row}, norm of the mean & =round 1 (of 100 steps)")
+            for name, row in (("DP-dynS", "dp-dyns"), ("DP-dyn[S, sigma]", "dp-dyn-s-sigma"))
+        ),
     ),
     "p2-fig5": (
         Check("Quantile clipping leaks", "quantile-clip", ">", HIDDEN),
