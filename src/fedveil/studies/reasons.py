@@ -80,7 +80,8 @@ REASONS: dict[str, str] = {
     "staircase-vector": "per-coordinate Staircase noise in steps of C / sqrt(d), which costs what Gaussian noise of 1 / sqrt(2) "
     "of its deviation does; the paper's scalar formula says nothing about vectors",
     "resnet-gn": "ResNet-18 as its authors print it, with GroupNorm (BatchNorm has no per-example gradient), 300 steps of plain "
-    "SGD on 40,000 images; the paper gives neither stem nor optimiser",
+    "SGD on 40,000 images; rate 20 with the clip and 0.01 without, chosen on set-aside rows; the paper gives neither "
+    "stem nor optimiser",
     "planned-own": "a linear head on fixed features of our own (scattering), as the planner chooses; the paper trains ResNet-18",
     "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), as the planner chooses: "
     "with public pre-training, which the paper's ResNet-18 does not have",
