@@ -54,3 +54,23 @@ def test_the_decoder_beats_the_mean_image_only_with_information(digits):
     assert informed.mse < 0.6 * informed.control_mse and informed.ssim > informed.control_ssim
     blind = decoder.decode(model, layout, 0 * weights, digits.x[:600], digits.x_test[:100], epochs=15)
     assert blind.mse > 0.9 * blind.control_mse
+
+
+def test_the_decoder_draws_standardised_images_as_well_as_pixels(digits):
+    """The same pictures by other numbers: drawn in their own range, with the same errors as shares of it."""
+    model = net(64)
+    layout, weights = layout_of(model), flatten(model)
+    known = {"source": "outputs", "epochs": 5}
+    pixels = decoder.decode(model, layout, weights, digits.x[:600], digits.x_test[:100], pixel_range=(0.0, 1.0), **known)
+    module = nn.Sequential(nn.Flatten(), Back(), *model[1:])  # the same outputs for the moved pictures
+    moved = [((x - 0.5) / 0.25).astype(np.float32) for x in (digits.x[:600], digits.x_test[:100])]
+    found = decoder.decode(module, layout_of(module), flatten(module), *moved, **known)
+    assert found.value_range == (-2.0, 2.0) and pixels.value_range == (0.0, 1.0)
+    assert found.mse == pytest.approx(pixels.mse, rel=0.02)
+    assert found.control_mse == pytest.approx(pixels.control_mse, rel=1e-4)
+    assert found.mse < 0.9 * found.control_mse
+
+
+class Back(nn.Module):
+    def forward(self, x):
+        return 0.25 * x + 0.5

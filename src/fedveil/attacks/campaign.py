@@ -162,7 +162,7 @@ def attack_decoder(
     for source in sources:
         found = decoder.decode(
             prepared.task.module, prepared.task.layout, weights, dataset.x_test[:rows], dataset.x[chosen],
-            source=source, pixel_range=dataset.pixel_range or (0.0, 1.0), seed=seed,
+            source=source, pixel_range=dataset.pixel_range, seed=seed,
         )  # fmt: skip
         values = {k: v for k, v in asdict(found).items() if k not in ("images", "truth")}
         if source == "embeddings":

@@ -20,7 +20,7 @@ from fedveil.models.layout import Layout
 
 @dataclass(frozen=True)
 class Decoded:
-    """Errors per pixel in units of the pixel range; control: the mean image."""
+    """Errors per value in units of `value_range`; control: the mean of the auxiliary data."""
 
     mse: float
     mae: float
@@ -28,17 +28,21 @@ class Decoded:
     control_mse: float
     control_mae: float
     control_ssim: float
+    value_range: tuple[float, float]
     images: np.ndarray
     truth: np.ndarray
 
 
 def decode(
     module: nn.Module, layout: Layout, weights: np.ndarray, auxiliary: np.ndarray, victims: np.ndarray, *,
-    source: Literal["outputs", "embeddings"] = "embeddings", pixel_range: tuple[float, float] = (0.0, 1.0),
+    source: Literal["outputs", "embeddings"] = "embeddings", pixel_range: tuple[float, float] | None = None,
     epochs: int = 40, width: int = 256, seed: int = 0,
 ) -> Decoded:  # fmt: skip
-    """Train the decoder on `auxiliary` inputs (never on victims), apply it to `victims`."""
-    low, span = pixel_range[0], pixel_range[1] - pixel_range[0]
+    """Train the decoder on `auxiliary` inputs (never on victims), apply it to `victims`.
+
+    What it draws lies in pixel_range; without one (tables, standardised images) in the range of the auxiliary inputs."""
+    low, high = (float(v) for v in pixel_range or (auxiliary.min(), auxiliary.max()))
+    span = high - low or 1.0
 
     def features(x: np.ndarray) -> torch.Tensor:
         seen = (
@@ -76,6 +80,7 @@ def decode(
         control_mse=float(blind.mse.mean()),
         control_mae=float(np.abs(truth - control).mean()),
         control_ssim=float(blind.ssim.mean()),
+        value_range=(low, high),
         images=made,
         truth=np.asarray(truth),
     )
