@@ -53,16 +53,23 @@ def test_a_table_has_all_its_cells(name, count):
 
 
 def test_p2s_counts_of_a_fixed_variance_stand_there_in_both_readings_of_l2_max():
-    """The same prints, and runs that differ in the reading only; recipes that do not follow the batch have one row."""
+    """The same prints and the same run, counted with another S; recipes that do not follow the batch are counted by the bound."""
     counted = [cell for cell in catalogue()["p2-table7"].cells if cell.measure.startswith("fixed_variance:")]
     means = [cell for cell in counted if cell.row.endswith(", norm of the mean")]
     text = {(cell.row, cell.column): cell for cell in counted}
-    assert {cell.job.recipe for cell in means} == {"dp-dyns-l2max", "dp-dyns"}
-    assert len(means) == sum(cell.job.recipe in ("dp-dyns-l2max", "dp-dyns") for cell in counted) / 2
+    recipe = lambda cell: cell.row.split(", ")[1]  # noqa: E731
+    assert {recipe(cell) for cell in means} == {"dp-dyns-l2max", "dp-dyns"}
+    assert len(means) == sum(recipe(cell) in ("dp-dyns-l2max", "dp-dyns") for cell in counted) / 2
+    for cell in counted:
+        bound = dict(cell.job.settings).get("clip.bound", "linear:4:2" if cell.job.recipe == "dp-dyns" else 4.0)
+        assert isinstance(bound, str) is (recipe(cell) in ("dp-dyns", "dp-dyns-c-decay"))
+        assert dict(cell.job.settings)["fixed_variance"] == 6 * int(cell.row.partition("C=")[2].split()[0])
+        assert (":bound:" in cell.measure) is (recipe(cell) in ("dp-baseline", "dp-dyns-c-decay"))
     for cell in means:
         other = text[cell.row.removesuffix(", norm of the mean"), cell.column]
-        assert (cell.paper, cell.measure) == (other.paper, other.measure) and "l2max-mean" in cell.why
-        assert dict(cell.job.settings) == {**dict(other.job.settings), "sensitivity": "l2-max-mean"}
+        assert (cell.paper, cell.job) == (other.paper, other.job) and "l2max-mean" in cell.why
+        assert cell.measure.replace(":mean:", ":single:") == other.measure
+    assert len({cell.job for cell in counted if cell.job.dataset == "mnist"}) == 4
 
 
 def test_every_reason_is_known_and_no_cell_appears_twice():

@@ -190,9 +190,11 @@ def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_cou
     """zCDP adds up q²/sigma² by hand: S is the largest norm where that is below the bound, else the bound."""
     job = Train("dp-dyns-l2max", "mnist", changes(rounds=4))
     run = {**result(), "l2max": True, "variance": 24.0, "bounds": [[r, 4.0] for r in range(1, 5)]}
-    run["largest"] = [[1, 90.0], [2, 2.0]]
-    rho = 100 * 0.01**2 * (1 / 6**2 + 1 / 12**2)
-    assert jobs.measure("fixed_variance:zcdp:0.8", run, job, job) == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5)
+    run |= {"largest_single": [[1, 90.0], [2, 2.0]], "largest": [[1, 8.0], [2, 1.0]]}
+    for reading, second in (("bound", 6), ("single", 12), ("mean", 24)):
+        rho = 100 * 0.01**2 * (1 / 6**2 + 1 / second**2)
+        spent = jobs.measure(f"fixed_variance:{reading}:zcdp:0.8", run, job, job)
+        assert spent == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5)
 
 
 def test_a_run_of_fixed_variance_is_kept_as_one_whose_count_follows_the_batch(tmp_path):
@@ -204,7 +206,8 @@ def test_a_run_of_fixed_variance_is_kept_as_one_whose_count_follows_the_batch(tm
 
 
 def test_in_the_algorithms_reading_the_count_follows_the_largest_norm_of_a_rounds_mean_gradients(tmp_path):
-    """The runs are the same: the noise is the given one. zCDP adds up q²/sigma² by hand."""
+    """The runs are the same: the noise is the given one, and one of them can be counted in both readings. zCDP adds up q²/sigma²
+    by hand."""
     tiny = {name: value for name, value in TINY if name != "cohort_size"}
     both = [changes(tiny, clients=1, fixed_variance=24.0, rounds=2, **more) for more in ({}, {"sensitivity": "l2-max-mean"})]
     text, mean = (jobs.execute(Train("dp-dyns-l2max", "cancer", one), 0, tmp_path) for one in both)
@@ -215,8 +218,19 @@ def test_in_the_algorithms_reading_the_count_follows_the_largest_norm_of_a_round
     assert all(0 < norm < min(4.0, one) for norm, (_, one) in zip(largest, text["largest"], strict=True))
     job, mean["accuracies"] = Train("dp-dyns-l2max", "cancer", both[1]), [[2, 1.0]]
     rho = 3 * 0.01**2 * sum((norm / 24) ** 2 for norm in largest)
-    spent = jobs.measure("fixed_variance:zcdp:0.9", mean, job, job)
+    spent = jobs.measure("fixed_variance:mean:zcdp:0.9", mean, job, job)
     assert spent == pytest.approx(rho + 2 * (rho * np.log(1e5)) ** 0.5, rel=1e-4)
+    assert mean["largest_single"] == text["largest"] == text["largest_single"]
+
+
+@pytest.mark.parametrize(("plain", "following"), [("dp-baseline", "dp-dyns-l2max"), ("dp-dyns-c-decay", "dp-dyns")])
+def test_under_a_given_deviation_a_recipe_and_its_l2_max_twin_train_the_same_model(tmp_path, plain, following):
+    """What lets P2's Table VII share its runs."""
+    tiny = {name: value for name, value in TINY if name != "cohort_size"}
+    same = changes(tiny, clients=1, fixed_variance=24.0, rounds=2)
+    one, two = (jobs.execute(Train(recipe, "cancer", s), 0, tmp_path)
+                for recipe, s in ((plain, same), (following, changes(dict(same), sensitivity="l2-max-mean"))))  # fmt: skip
+    assert all(one[name] == two[name] for name in ("accuracies", "bounds", "norms", "deviations", "largest_single"))
 
 
 def test_a_round_is_read_at_the_same_share_of_a_shorter_run():

@@ -143,13 +143,13 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         values = [v for v in line.get("norm_mean") or () if v is not None]
         return brief(float(np.mean(values))) if values else None
 
-    def largest(line: Result) -> float | None:
-        if scale.of_mean:
+    def largest(line: Result, *, of_mean: bool) -> float | None:
+        if of_mean:
             return brief(line.get("mean_gradient_norm_max"))
         values = [v for v in line.get("norm_max") or () if v is not None]
         return brief(max(values)) if values else None
 
-    return {
+    figures = {
         "accuracy": result["test_accuracy"],
         "rmse": result.get("test_rmse"),
         "accuracies": listed("test_accuracy"),
@@ -157,7 +157,8 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "sigmas": listed("sigma"),
         "bounds": listed("bound"),
         "norms": [(r, norm(p)) for r, p in private.items()],
-        "largest": [(r, largest(p)) for r, p in private.items()],  # norm of what S is about: one example, or the batch's mean
+        # norm of what S is about: one example, or the batch's mean
+        "largest": [(r, largest(p, of_mean=scale.of_mean)) for r, p in private.items()],
         "deviations": [(r, brief(p.get("noise_deviation"))) for r, p in private.items()],
         "local_steps": config.local_steps,
         "rounds": result["rounds"],
@@ -169,6 +170,9 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
         "variance": config.fixed_variance,
         "ledger": [row for row in result["ledger"] if row["observer"] in ("server", "public")],
     }
+    if config.fixed_variance is not None:  # its noise follows no norm: one run is counted in every reading of S
+        figures["largest_single"] = [(r, largest(p, of_mean=False)) for r, p in private.items()]
+    return figures
 
 
 def law_of(recipe: Recipe) -> str:
@@ -276,9 +280,12 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
     if kind in ("rounds_to", "iterations_to"):
         first = _first_round(result, float(rest))
         return None if first is None else first * (result["local_steps"] if kind == "iterations_to" else 1)
-    if kind in ("spent_to", "fixed_variance"):
+    if kind == "spent_to":
         formula, _, target = rest.partition(":")
-        return _spent_to(result, formula, float(target), fixed=kind == "fixed_variance")
+        return _spent_to(result, formula, float(target))
+    if kind == "fixed_variance":
+        reading, formula, target = rest.split(":")
+        return _spent_to(result, formula, float(target), reading)
     if kind == "total_seconds":
         clients, _, count = rest.partition(":")
         return result["seconds"] * int(clients) * int(count)
@@ -303,19 +310,18 @@ def _first_round(result: Result, target: float) -> int | None:
     return next((r for r, accuracy in result["accuracies"] if accuracy >= target), None)
 
 
-def _spent_to(result: Result, formula: str, target: float, *, fixed: bool) -> float | None:
-    """Nominal epsilon when the target accuracy is reached, with the sigma of each round, or the fixed variance over S.
+def _spent_to(result: Result, formula: str, target: float, reading: str = "") -> float | None:
+    """Nominal epsilon when the target accuracy is reached: with the sigma of each round, or, with a reading of S, with the fixed
+    deviation of the noise over S.
 
-    S is the largest of all steps of the round, in either reading of it (clipped norms of single examples; norms of the batches'
-    means): the steps of a round share one sigma, and that of the step that spends most does not flatter epsilon."""
+    S is the bound, or the largest norm in the round, clipped: of a "single" example's layer, or of a batch's "mean". The steps of
+    a round share one sigma, and that of the step that spends most does not flatter epsilon."""
     last = _first_round(result, target)
     if last is None:
         return None
     sigmas = dict(map(tuple, result["sigmas"]))
-    if fixed and result["l2max"]:
-        bounds, largest = dict(map(tuple, result["bounds"])), dict(map(tuple, result["largest"]))
-        sigmas = {
-            r: result["variance"] / max(min(bounds[r], largest.get(r) or bounds[r]), 1e-6) for r in bounds
-        }
+    if reading:
+        largest = dict(map(tuple, {"bound": (), "single": result["largest_single"], "mean": result["largest"]}[reading]))
+        sigmas = {r: result["variance"] / max(min(bound, largest.get(r) or bound), 1e-6) for r, bound in result["bounds"]}
     each = np.repeat([sigmas[r] for r in range(1, last + 1)], result["local_steps"])
     return float(papers.spent(formula, each, 0.01, 1e-5)[-1])
