@@ -57,7 +57,10 @@ def test_p2s_counts_of_a_fixed_variance_stand_there_in_both_readings_of_l2_max()
     counted = [cell for cell in catalogue()["p2-table7"].cells if cell.measure.startswith("fixed_variance:")]
     means = [cell for cell in counted if cell.row.endswith(", norm of the mean")]
     text = {(cell.row, cell.column): cell for cell in counted}
-    recipe = lambda cell: cell.row.split(", ")[1]  # noqa: E731
+
+    def recipe(cell):
+        return cell.row.split(", ")[1]
+
     assert {recipe(cell) for cell in means} == {"dp-dyns-l2max", "dp-dyns"}
     assert len(means) == sum(recipe(cell) in ("dp-dyns-l2max", "dp-dyns") for cell in counted) / 2
     for cell in counted:
@@ -163,3 +166,16 @@ def test_the_settings_of_p5s_cifar10_are_the_planners():
                 k: theirs[k] for k in ("rounds", "learning_rate", "features", "average", "batch_size", "local_steps")
             }
             assert {k: ours[k] for k in theirs["protect"]} == theirs["protect"]
+
+
+def test_p5s_runs_by_clients_and_rate_have_the_same_runs_without_noise():
+    cells = catalogue()["p5-fig3"].cells
+    plain = {(cell.row, cell.column): cell.job for cell in cells if "without noise" in cell.row}
+    noised = [cell for cell in cells if "without noise" not in cell.row]
+    assert len(plain) == len(noised) == 16
+    for cell in noised:
+        control = plain[cell.row.replace(", by", ", without noise, by"), cell.column]
+        assert control.recipe == "non-private"
+        same = ("clients", "batch_size", "rounds", "local_steps", "cohort_size", "model")
+        one, two = dict(cell.job.settings), dict(control.settings)
+        assert [one.get(name) for name in same] == [two.get(name) for name in same]

@@ -436,6 +436,17 @@ def test_the_page_of_what_is_finished_counts_the_seeds_that_each_cell_has():
     assert "Seeds: 0, 1, 2 (± is their standard deviation; cells without it have seed 0 alone)." in page
 
 
+def test_a_figure_that_compares_seed_by_seed_shows_only_seeds_that_all_its_cells_have():
+    """Else a mean over three seeds would be held against a single one."""
+    jobs_of = {row: Train("non-private", "cancer", changes(dict(TINY), rounds=r)) for r, row in enumerate("ab", 2)}
+    done = {key_of(jobs_of["a"], seed): {"result": {"accuracy": 0.8 + seed / 100}} for seed in range(3)}
+    done |= {key_of(jobs_of["b"], 0): {"result": {"accuracy": 0.8}}}
+    cells = tuple(Cell(row, "x", None, job, "accuracy") for row, job in jobs_of.items())
+    for paired, seeds, mean in ((False, 3, 0.81), (True, 1, 0.8)):
+        chosen = runner.only_finished(runner.plan(Entry("p9-fig1", "Test", cells, paired=paired), "paper", seeds=3), done)
+        assert chosen.seeds == seeds and runner.rows(chosen, done)[0].ours == pytest.approx(mean)
+
+
 @pytest.mark.parametrize(
     ("recipe", "change", "law"),
     [

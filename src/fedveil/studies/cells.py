@@ -145,6 +145,7 @@ class Entry:
     note: str = ""
     x: str = ""  # figures of curves: what the columns count
     curve: str = ""  # figures of curves over rounds: which list of the job's result is drawn
+    paired: bool = False  # rows are compared seed by seed: a page has those seeds only that all of its cells have
 
     @property
     def paper(self) -> str:

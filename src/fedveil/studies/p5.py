@@ -196,6 +196,15 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: objec
     ]
 
 
+def _both(dataset: str, row: str, column: str, **more: object) -> list[Cell]:
+    """Staircase at ε = 5, and the same run without noise."""
+    noised, plain = (udp("udp-fl-staircase", dataset, epsilon, **more) for epsilon in (5.0, None))
+    return [
+        Cell(f"{SHOWN[dataset]}, {row}", column, None, noised, "accuracy", ("no-numbers", *why("Staircase"))),
+        Cell(f"{SHOWN[dataset]}, without noise, {row}", column, None, plain, "accuracy", ("no-numbers",)),
+    ]
+
+
 def _figures() -> list[Entry]:
     first = [c for d in ("mnist", "medical_mnist") for c in _lines(d, 5.0, (10, 25, 50, 100, 150))]
     first += [
@@ -213,13 +222,10 @@ def _figures() -> list[Entry]:
     for d in ("mnist", "medical_mnist"):
         for n in (50, 100, 150, 200):
             batch = _batch(d, n)
-            job = udp("udp-fl-staircase", d, 5.0, clients=n, cohort_size=n // 10, batch_size=batch)
-            third.append(Cell(f"{SHOWN[d]}, by clients", f"{n} clients", None, job, "accuracy",
-                              ("no-numbers", *why("Staircase"))))  # fmt: skip
+            third += _both(d, "by clients", f"{n} clients", clients=n, cohort_size=n // 10, batch_size=batch)
         for q in (0.01, 0.05, 0.1, 0.5):
-            job = udp("udp-fl-staircase", d, 5.0, batch_size=round(settings.UDP[d]["batch_size"] * q / 0.05))
-            third.append(Cell(f"{SHOWN[d]}, by sampling rate", f"rate {q}", None, job, "accuracy",
-                              ("no-numbers", *why("Staircase"))))  # fmt: skip
+            batch = round(settings.UDP[d]["batch_size"] * q / 0.05)
+            third += _both(d, "by sampling rate", f"rate {q}", batch_size=batch)
     by_epsilon: list[Cell] = []
     shuffled: list[Cell] = []
     for d in ("mnist", "medical_mnist"):
@@ -245,7 +251,7 @@ def _figures() -> list[Entry]:
         Entry("p5-fig5", "Wind power with SCAFFOLD", tuple(fifth), "Staircase is better on few epochs.",
               x="round", curve="accuracies"),
         Entry("p5-fig6", "With the shuffler", tuple(shuffled),
-              "The shuffler helps marginally; Staircase is best.", x="ε"),
+              "The shuffler helps marginally; Staircase is best.", x="ε", paired=True),
     ]  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def only_finished(chosen: Plan, done: Mapping[str, JsonObject]) -> Plan:
     all_of_it = len(chosen.entry.cells)
     entry = replace(chosen.entry, cells=kept, note=f"{len(kept)} of {all_of_it} cells were run")
     jobs_kept = {cell.job for cell in kept}
-    most = max(map(seeds_of, jobs_kept))
+    most = (min if chosen.entry.paired else max)(map(seeds_of, filter(seeded, jobs_kept)), default=1)
     return replace(chosen, entry=entry, seeds=most, jobs=tuple(p for p in chosen.jobs if p.printed in jobs_kept))
 
 

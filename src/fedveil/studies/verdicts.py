@@ -184,8 +184,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("Staircase is better at ε = 8", "staircase, ε=8 & =all rounds", ">", "gaussian, ε=8 & =all rounds"),
     ),
     "p5-fig3": (
-        Check("more clients are slower", "=200 clients", "<", "=50 clients"),
-        Check("a higher sampling rate is faster", "=rate 0.1", ">", "=rate 0.01"),
+        Check("more clients are slower", "=200 clients & !without noise", "<", "=50 clients & !without noise"),
+        Check("a higher sampling rate is faster", "=rate 0.1 & !without noise", ">", "=rate 0.01 & !without noise"),
     ),
     "p5-fig4": (
         Check("Staircase is above Gaussian", "staircase", ">", "gaussian"),
