@@ -1,8 +1,8 @@
 """python -m bench.pages OUT …: results of `fedveil reproduce --out OUT` into docs/reproduction.
 
-Takes over the full-scale cells of OUT and writes a page of all such cells of each table or figure; copies pages of small scale
-with their pictures where there is no full one; writes the index anew from all pages there, and the tables of resilience.md from
-the attacks kept in OUT/cells.jsonl.
+Takes over the full-scale cells of OUT and writes the page of all such cells of every table or figure anew (a gallery is drawn
+where OUT has the images of all its rows); copies pages of small scale with their pictures where there is no full one; writes the
+index anew from all pages there, with what is left, and the tables of resilience.md from the attacks kept in OUT/cells.jsonl.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from fedveil.cli.reproduce import _duration
 from fedveil.federation.store import append_line
 from fedveil.studies import render, runner
-from fedveil.studies.cells import Row, key_of
+from fedveil.studies.cells import Epsilon, Job, Row, Spend, Stop, key_of
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.render import name_of, shown
 
@@ -27,7 +27,7 @@ LEAKS = ("p3-table3", "p1-table7", "p2-table3", "p3-table1")
 
 
 def take(out: Path) -> None:
-    """Take over the full-scale results of a folder, and write the pages that they change."""
+    """Take over the full-scale results of a folder, and write all pages: reasons and verdicts may have changed, too."""
     have, kept = runner.finished(out), runner.finished(DOCS)
     for entry in catalogue().values():
         runs = runner.plan(entry, "paper", SEEDS).runs if entry.cells else []
@@ -36,12 +36,15 @@ def take(out: Path) -> None:
         for key in new:
             append_line(DOCS / "cells.jsonl", have[key])
             kept[key] = have[key]
-        trained = any(have[key]["settings"]["kind"] not in ("epsilon", "stop", "spend") for key in keys)
-        if trained:
+        if any("result" in kept.get(key_of(job, seed), {}) and not _formula(job) for job, seed in runs):
             chosen = runner.only_finished(runner.plan(entry, "paper", SEEDS), kept)
             command = f"fedveil reproduce {entry.id} --scale paper --seeds {chosen.seeds}"
             render.write(chosen, kept, command, DOCS, entry.id, out)
             print(f"{entry.id}: {len(new)} new")
+
+
+def _formula(job: Job) -> bool:
+    return isinstance(job, Epsilon | Stop | Spend)
 
 
 def copy(out: Path) -> None:
@@ -66,25 +69,32 @@ def between(text: str, begin: str, end: str, lines: Sequence[str]) -> str:
 
 
 def index() -> None:
-    """Every page with what came out, and every experiment without a page with its estimated time."""
+    """Every page with how much of it was run and what came out, and what is left of every experiment with its estimated time."""
     order = {entry.id: number for number, entry in enumerate(catalogue().values())}
     pages = sorted(DOCS.glob("p[1-5]-*.md"), key=lambda page: (order[_entry(page)], page.stem))
+    kept = runner.finished(DOCS)
     ran = ["| id | what | run | agree within the last digit | page |", "|---|---|---|---|---|"]
     for page in pages:
         text = page.read_text("utf-8")
         part = ", ".join(page.stem.split("-")[2:])
         what = text.split("\n", 1)[0].lstrip("# ") + (f" ({part})" if part else "")
         scale = "full" if "Scale: paper" in text else "small"
+        some = re.search(r"^(\d+ of \d+) cells were run", text, re.M)
+        scale += f", {some[1]} cells" if some and len(set(some[1].split(" of "))) > 1 else ""
         name = f"[{page.stem}]({page.name})"
         ran.append(f"| {_entry(page)} | {what} | {scale} | {_agreement(text)} | {name} |")
-    missing = [e for e in catalogue().values() if e.cells and e.id not in map(_entry, pages)]
-    left = ["| id | what | small | full |", "|---|---|---:|---:|"]
-    for entry in missing:
-        times = [_duration(runner.plan(entry, scale).seconds()) for scale in ("small", "paper")]  # type: ignore[arg-type]
-        left.append(f"| {entry.id} | {entry.paper} {name_of(entry)}: {entry.title} | {times[0]} | {times[1]} |")
+    small = {_entry(page) for page in pages if "Scale: small" in page.read_text("utf-8")}
+    left = ["| id | what | cells not run at full scale | time for them |", "|---|---|---:|---:|"]
+    for entry in catalogue().values():
+        missing = {job for job in entry.jobs() if not _formula(job) and "result" not in kept.get(key_of(job, 0), {})}
+        cells = sum(cell.job in missing for cell in entry.cells)
+        if cells:
+            hours = _duration(runner.plan(entry, "paper").seconds(kept))
+            said = f"{entry.paper} {name_of(entry)}: {entry.title}" + (" (run at small scale)" if entry.id in small else "")
+            left.append(f"| {entry.id} | {said} | {cells} of {len(entry.cells)} | {hours} |")
     path = DOCS / "README.md"
     text = between(path.read_text("utf-8"), "index", "end of index", ran)
-    path.write_text(between(text, "not run", "end of not run", left if missing else ["Nothing."]), "utf-8")
+    path.write_text(between(text, "not run", "end of not run", left if len(left) > 2 else ["Nothing."]), "utf-8")
 
 
 def _entry(page: Path) -> str:

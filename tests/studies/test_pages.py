@@ -49,3 +49,11 @@ def test_a_page_shows_what_todays_experiment_would_run(page):
     assert set(shown[1:]) <= rows
     ran = {json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines() if line.startswith('{"')}
     assert ran <= jobs
+
+
+def test_kept_results_of_a_kind_have_the_same_figures():
+    """Else some were measured by code that has since changed what it measures."""
+    found = {}
+    for line in map(json.loads, (FOLDER / "cells.jsonl").read_text("utf-8").splitlines()):
+        figures = set(line["result"]) - {"largest_single"}  # only with a fixed deviation of the noise
+        assert figures == found.setdefault(line["settings"]["kind"], figures), line["key"]

@@ -1,6 +1,7 @@
 """A verdict follows from the numbers of a page and from nothing else."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,8 @@ from fedveil.studies.reasons import explain
 from fedveil.studies.verdicts import CHECKS, Check, judge, mean_of
 
 
-def row(name, column, ours):
-    return Row(name, column, None, ours, None, None, (), "")
+def row(name, column, ours, deviation=None, seeds=1):
+    return Row(name, column, None, ours, None, None, (), "", deviation, seeds)
 
 
 ROWS = [
@@ -47,12 +48,51 @@ def test_every_comparison_must_come_out_and_a_missing_number_leaves_its_part_ope
     assert found.word == word and len(found.reasons) == len(checks)
 
 
+HIGH, LOW = Check("a", "decay", ">", 0.3), Check("a", "decay", "<", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("checks", "word"),
+    [
+        ([replace(HIGH, reading="x"), replace(LOW, reading="y")], "holds in one of two readings"),
+        ([replace(HIGH, reading="x"), replace(HIGH, reading="y")], "holds"),
+        ([replace(LOW, reading="x"), replace(LOW, reading="y")], "does not hold"),
+        ([LOW, replace(HIGH, reading="x"), replace(LOW, reading="y")], "does not hold"),  # what both need fails in both
+        ([replace(HIGH, reading="x"), Check("b", "lfw", ">", 0.1, reading="y")], "holds in one of two readings"),
+        ([replace(HIGH, given=LOW)], "cannot be judged here"),
+        ([replace(HIGH, given=HIGH)], "holds"),
+        ([replace(HIGH, given=Check("b", "lfw", ">", 0.1))], "cannot be judged here"),
+    ],
+)
+def test_a_statement_may_hold_in_one_reading_and_is_not_judged_where_what_it_needs_fails(checks, word):
+    found = judge(checks, ROWS)
+    assert found.word == word
+    assert all(text.startswith("x: ") for text, check in zip(found.reasons, checks, strict=True) if check.reading == "x")
+
+
+def test_a_difference_within_twice_its_standard_error_or_of_one_seed_is_not_judged():
+    """By hand: 0.9 - 0.8 = 0.1; the error is sqrt((s² + s²) / 3)."""
+    check = Check("a", "=one", ">", "=two", seeds=True)
+
+    def said(s, seeds=3):
+        return judge([check], [row("one", "x", 0.9, s, seeds), row("two", "x", 0.8, s, seeds)]).word
+
+    edge = 0.05 * (3 / 2) ** 0.5
+    assert said(0.99 * edge) == "holds" and said(1.01 * edge) == "cannot be judged here"
+    clear = [row("one", "x", 0.9, 0.01, 3), row("two", "x", 0.8, 0.01, 3)]
+    assert judge([replace(check, relation="<")], clear).word == "does not hold"
+    assert said(None, 1) == "cannot be judged here"
+    # A place of several cells: the error of their mean.
+    four = [row(name, c, v, 1.6 * edge, 3) for name, v in (("one", 0.9), ("two", 0.8)) for c in "abcd"]
+    assert judge([check], four).word == "holds"
+
+
 def test_every_figure_with_cells_is_judged_by_cells_that_it_has():
     figures = {e.id: e for e in catalogue().values() if e.is_figure and e.cells}
     assert set(CHECKS) == set(figures)
     for name, checks in CHECKS.items():
         rows = [row(cell.row, cell.column, 1.0) for cell in figures[name].cells]
-        for check in checks:
+        for check in [one for each in checks for one in (each, each.given) if one]:
             assert mean_of(check.left, rows) is not None, (name, check)
             if isinstance(check.right, str):
                 assert mean_of(check.right, rows) is not None, (name, check)

@@ -312,7 +312,7 @@ class Clip(Clipped):
 @dataclass(frozen=True)
 class Scale:
     """What a noise scale is a multiple of: the clip bound, the batch's largest clipped norm (l2-max), or the largest layer norm
-    of the batch's mean gradient (l2-max-mean), which the papers' algorithm names where their text names the former."""
+    of the batch's mean gradient (l2-max-mean), which a comment in the papers' algorithm names where all else names the former."""
 
     name: str = "bound"
     unsound: str = ""

@@ -289,6 +289,10 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
     if kind == "total_seconds":
         clients, _, count = rest.partition(":")
         return result["seconds"] * int(clients) * int(count)
+    if name.endswith("_inputs"):  # a decoder's error in units of the inputs, squared for the mean squared one
+        low, high = result["value_range"]
+        error: float = result[name.removesuffix("_inputs")]
+        return error * (high - low) ** (2 if "mse" in name else 1)
     if "." in name:  # membership: method.figure
         method, _, figure = name.partition(".")
         return (result.get("methods", {}).get(method) or {}).get(figure)

@@ -17,8 +17,8 @@ REASONS: dict[str, str] = {
     "copied-0.147": "not reproduced: 4 steps at q = 0.1 give 0.2065; 0.147 is the Fed-CDP number of the earlier paper",
     "unknown-0.138": "not reproduced: 300 or 301 steps give 0.1467 and 0.1469; no setting found that gives 0.138",
     "condition-q": "q = 0.1 fails the paper's own condition q < 1/(16 sigma); the accountant does not need it",
-    "authors-schedule": "comes out with the schedule of the authors' accounting code, not with sigma 15 → 4.85 "
-    "of the text",
+    "authors-schedule": "comes out with the schedule of the authors' accounting code, not with a line "
+    "from sigma 15 to 4.85 (P3's text)",
     "zero-based": "printed as an index counted from 0",
     "advc-mixed": "budget from one form of advanced composition, spending from another; consistent accounting "
     "stops 500 or more steps earlier",
@@ -26,26 +26,34 @@ REASONS: dict[str, str] = {
     "to 0.09, where epsilon explodes)",
     "t8-rounds": "not reproduced: schedules scaled to these rounds stop at 57 (LFW) and 10 (Adult) rounds",
     "text-schedule": "with the schedule as written the budget is not used up in 100 rounds",
-    "from-six": "sigma falls from 6 to 4.85 as the text has it, read after the printed iterations; as printed it uses the budget "
-    "up earlier: linear after 8735, 9093, 7840, 8393, 8362, exponential after 8688, 9009, 7761, 8334, 8301, cyclic after 8046, "
-    "7839, 6646, 7504, 7452 iterations (BaseC, AdvC, OptC, zCDP, MA)",
-    "six-falls": "sigma falls from 6 to 4.85 as the text has it",
+    "from-six": "sigma falls from 6, as the text has it, to 4.85 (P3's last value: P2 prints none), read after the printed "
+    "iterations; so it uses the budget up earlier: linear after 8735, 9093, 7840, 8393, 8362, exponential after 8688, 9009, "
+    "7761, 8334, 8301, cyclic after 8046, 7839, 6646, 7504, 7452 iterations (BaseC, AdvC, OptC, zCDP, MA)",
+    "six-falls": "sigma falls from 6, as the text has it, to 4.85 (P3's last value: P2 prints none)",
     "ceil-100": "rounds = iterations / 100, rounded up",
     "data-dependent": "not recomputable: sigma follows the data, so the number is no guarantee and depends on the run",
     "not-one-sigma": "not reproduced: no single sigma gives these five numbers (BaseC implies 2.62, zCDP 1.79, "
     "MA 0.65)",
     "literal-noise": "noise of sigma·S on the batch sum, which the paper's epsilon assumes; over a batch of 3 to 5 it is far "
-    "above the gradient. The authors' released code multiplies the server's noise by 0, has its clipping commented out "
-    "in places, and its example runs use a noise multiplier of 0.5",
+    "above the gradient. The authors' script (github.com/git-disl/Fed-CDP, fedcdp_fedsdp.py of 39fdb12) has its protection "
+    "switched off by hand, as its comments say (the server's noise times 0, clipping and Fed-CDP commented out), and a noise "
+    "multiplier of 0.5: with which the prints were made cannot be read off it",
     "sdp-noise": "noise of sigma·C once on the sum of clipped updates; the mean over more clients carries less of it",
     "central-noise": "noise on the batch sum; the learning rate (0.05) is that of the authors' published code",
     "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
-    "l2max-mean": "S is the largest layer norm of the batch's mean gradient, as a comment of Algorithm 2 has it (\"on the batch "
-    "gradient\"), not of single examples, as the text has it: one of 600 examples nearly always exceeds C, and S = C by the text",
+    "l2max-mean": "S is the largest layer norm of the batch's mean gradient, as a comment in Algorithm 2 has it (\"on the batch "
+    "gradient\"). The line below that comment and the text have it of single examples; one of 600 nearly always exceeds C, so "
+    "that S = C there",
     "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
+    "clip-alone": "gradients clipped to C layer by layer as in the rows below, without noise: what no noise can be better than",
+    "first-crossing": "the first round (of 100 steps) at whose end the target is reached; the paper gives DP-baseline all its "
+    "iterations",
+    "similarity": "SSIM between the rebuilt image and the truth, mean of 8 victims: 1 is the image itself; above 0.8 it counts "
+    "here as rebuilt, below 0.3 as hidden",
     "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
     "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare the rows of ratios, not these",
-    "in-turns": "both recipes played in turns in one process on one core; the paper's ratio from its printed times",
+    "in-turns": "both recipes played in turns in one process on one core; the paper's ratio from its printed times. Differences "
+    "below a tenth are the machine's; noise that follows l2-max is float, that of the others exact, which takes longer",
     "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
     "inner-steps": "ours counts every quasi-Newton step; an iteration of the common L-BFGS optimiser is up to 20 of them, "
     "which the papers probably count as one",
@@ -73,10 +81,13 @@ REASONS: dict[str, str] = {
     "raw-upload": "Fed-SDP noises at the server: what arrives there (type 0) is raw; the paper counts the sanitised one",
     "clip-visible": "a clipped gradient without noise still shows the image: the attack knows the clip",
     "no-numbers": "the figure prints no numbers; its statement is compared",
+    "one-of-ten": "one seed; the paper averages ten runs",
+    "ldp-ranges": "first ranges are those of each layer's weights in the first model; inputs of Fashion-MNIST are standardised",
     "ldp-epsilon": "epsilon is per reported weight; for a client it adds up to d·T·epsilon",
     "ldp-model": "model and local epochs are not fully given: two-convolution CNN, E = 5 local epochs of batches of 10",
-    "harmonizer": "noise calibrated so that the server's sound epsilon is as stated; the published code has no "
-    "accountant and its Staircase sampler is not what the text says",
+    "harmonizer": "noise calibrated so that the server's sound epsilon is as stated; the authors' code "
+    "(github.com/RainyDayChocolate/UDP-FL, gradients/noise.py of 2f64e1c) takes its noise's parameters as given and subtracts 1 "
+    "from a geometric variable that starts at 0",
     "staircase-vector": "per-coordinate Staircase noise in steps of C / sqrt(d), which costs what Gaussian noise of 1 / sqrt(2) "
     "of its deviation does; the paper's scalar formula says nothing about vectors",
     "resnet-gn": "ResNet-18 as its authors print it, with GroupNorm (BatchNorm has no per-example gradient), 300 steps of plain "
@@ -88,8 +99,13 @@ REASONS: dict[str, str] = {
     "nbafl-noise": "chance by arithmetic: NbAFL's own formula for ε = 5 and 150 rounds puts noise of deviation 0.48 (MNIST) or "
     "4.8 (Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
     "wind-delta": "delta 1e-6: the paper's 1e-5 is above one in the number of records",
+    "pixels-alone": "the same network trained on raw pixels, without any model, reads gender as well: what the control can do, "
+    "the model did not leak",
+    "standard-inputs": "errors in units of the standardised inputs, as the paper's values above 1 must be; the victim is the "
+    "papers' small CNN, not ResNet-18",
     "range-pixels": "pixel range differs: ours is MSE on [0, 1]; the paper's values above 1 need standardised pixels",
-    "flower-time": "the paper's seconds are on Flower with GPUs; ours is the simulator, one core",
+    "flower-time": "the paper's seconds are on Flower with GPUs; ours is the simulator on one core: the time of one step, times "
+    "clients and iterations",
 }
 
 

@@ -71,7 +71,7 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
     if entry.statement:
         lines += [f"The paper says: {entry.statement}", ""]
     lines += [summary(rows), ""]
-    lines += [f"{entry.note}; the others are not shown.", ""] if entry.note else []
+    lines += [f"{entry.note}.", ""] if entry.note else []
     if entry.is_figure:
         lines += [f"![{entry.title}]({entry.id}.png)", ""]
     lines += [
@@ -161,6 +161,8 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
     planned = {p.printed: p for p in chosen.jobs}
     for cell in chosen.entry.cells:
         file = folder / "pictures" / f"{key_of(planned[cell.job].job, 0)}.npz"
+        if not file.exists() and isinstance(cell.job, Attack):
+            return False  # a gallery of all its rows, or none
         if not file.exists():
             continue
         with np.load(file) as held:

@@ -152,7 +152,8 @@ def only_finished(chosen: Plan, done: Mapping[str, JsonObject]) -> Plan:
     if not kept:
         raise UserError(f"--finished: no cell of {chosen.entry.id} is finished in this folder at this scale.")
     all_of_it = len(chosen.entry.cells)
-    entry = replace(chosen.entry, cells=kept, note=f"{len(kept)} of {all_of_it} cells were run")
+    left_out = "; the others are not shown" if len(kept) < all_of_it else ""
+    entry = replace(chosen.entry, cells=kept, note=f"{len(kept)} of {all_of_it} cells were run{left_out}")
     jobs_kept = {cell.job for cell in kept}
     most = (min if chosen.entry.paired else max)(map(seeds_of, filter(seeded, jobs_kept)), default=1)
     return replace(chosen, entry=entry, seeds=most, jobs=tuple(p for p in chosen.jobs if p.printed in jobs_kept))
