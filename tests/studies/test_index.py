@@ -1,14 +1,18 @@
 """Every table and figure of the papers is listed, and what is listed can be planned."""
 
+from pathlib import Path
+
 import pytest
 
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.protect.catalogue import get
-from fedveil.studies import cells, settings
+from fedveil.studies import cells, runner, settings
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.reasons import REASONS
 from fedveil.studies.runner import SMALL_BUDGET, plan
+
+KEPT = runner.finished(Path(__file__).parents[2] / "docs" / "reproduction")
 
 # Written from the papers by hand: paper -> (tables, figures); those in brackets are not experiments.
 BY_HAND = {
@@ -116,11 +120,56 @@ def test_paper_scale_changes_nothing():
     assert all(p.job == p.printed and not p.shrunk and not p.skipped for p in chosen.jobs)
 
 
-def test_shrinking_keeps_the_share_of_clients_per_round():
-    job = next(j for j in catalogue()["p1-table2"].jobs() if dict(j.settings)["clients"] == 10000)
-    before, after = dict(job.settings), dict(settings.shrink(job, 1)[0].settings)
-    assert before["cohort_size"] / before["clients"] == after["cohort_size"] / after["clients"]
-    assert after["cohort_size"] < before["cohort_size"]
+def test_a_run_is_shrunk_by_its_rounds_alone_and_never_below_those_that_its_control_needs():
+    changed = set()
+    for entry in catalogue().values():
+        for job in (one for one in entry.jobs() if isinstance(one, cells.Train)):
+            for level in range(1, settings.LEVELS + 1):
+                small = settings.shrink(job, level)[0]
+                before, after = ({k: v for k, v in one.settings if k not in ("rounds", "evaluate_every")} for one in (job, small))
+                assert before == after
+                if small != job:
+                    changed.add(settings.per_round(job))
+                    assert dict(small.settings)["rounds"] >= settings.LEARNS[settings.per_round(job)]
+    assert changed <= set(settings.LEARNS) and len(changed) > 5
+
+
+def test_the_fewest_rounds_of_a_shrunk_run_are_those_after_which_a_kept_run_without_noise_has_learned():
+    """Of all kept runs without noise with that batch and so many clients a round, from that round on."""
+    held = set()
+    for entry in catalogue().values():
+        for job in (one for one in entry.jobs() if isinstance(one, cells.Train) and settings.per_round(one) in settings.LEARNS):
+            line = KEPT.get(cells.key_of(settings.control(job), 0))
+            goal = runner._goal(job, entry)
+            if line is None or goal is None or "resnet18-gn" in str(job.settings):
+                continue
+            fewest = settings.LEARNS[settings.per_round(job)]
+            late = [accuracy for r, accuracy in line["result"]["accuracies"] if r >= fewest]
+            assert min(late) >= settings.needed(goal, job.dataset), (entry.id, job)
+            held.add(settings.per_round(job))
+    assert held == set(settings.LEARNS)
+
+
+def test_guessing_the_larger_class_is_not_enough_for_a_control():
+    assert settings.needed(0.843, "adult") > 0.7602 and settings.needed(0.98, "mnist") == pytest.approx(0.88)
+    (row,) = [cell for cell in catalogue()["p2-table5"].cells if cell.row == "purchase-10, dp-baseline" and cell.column == "acc"]
+    assert runner._goal(row.job, catalogue()["p2-table5"]) == 0.825  # not Purchase-50's
+    cell = next(c for c in catalogue()["p1-table2"].cells if c.row == "fed-cdp" and c.column == "N=100, 10%")
+    assert runner._goal(cell.job, catalogue()["p1-table2"]) == 0.954  # as that table prints it
+
+
+def test_a_papers_own_rate_is_kept_without_noise_where_the_clip_did_not_set_it():
+    job = next(c.job for c in catalogue()["p3-table5"].cells if c.column == "C=0.1")
+    assert dict(settings.control(job).settings)["learning_rate"] == 0.05
+
+
+def test_central_batches_and_p5s_sampling_rate_are_the_papers():
+    """P2: B of a dataset; P5, 5.1: a twentieth of a client's rows in every step (UTKFace 4,000 rows, wind 126,700 hours)."""
+    assert {d: s["batch_size"] for d, s in settings.CENTRAL.items()} == {
+        "mnist": 600, "fashion_mnist": 600, "cifar10": 500, "lfw": 22, "location30": 100}  # fmt: skip
+    rows = {"mnist": 60000, "medical_mnist": 6000, "cifar10": 40000, "utkface": 4000, "wind": 126700}
+    for dataset, s in settings.UDP.items():
+        assert s["batch_size"] * s["clients"] / rows[dataset] == pytest.approx(0.05, rel=0.01), dataset
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """How sigma or the clip bound moves over a run: data-independent, positive, known in advance.
 
-A schedule given by end points has its last value in the last step, t = total - 1, whatever the total; one given by a
-rate loses that share of `first` per step (or per stair, or per cycle). Steps are rounds or local iterations (`by`).
+A schedule given by end points has its last value in the last step, t = total - 1, whatever the total; the peaks of a triangular
+cycle fall to it, and the last step has it where the floor is no lower. One given by a rate loses that share of `first` per step
+(or per stair, or per cycle). Steps are rounds or local iterations (`by`).
 """
 
 from __future__ import annotations

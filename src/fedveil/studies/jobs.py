@@ -325,7 +325,8 @@ def _spent_to(result: Result, formula: str, target: float, reading: str = "") ->
         return None
     sigmas = dict(map(tuple, result["sigmas"]))
     if reading:
-        largest = dict(map(tuple, {"bound": (), "single": result["largest_single"], "mean": result["largest"]}[reading]))
+        kept = {"bound": "", "single": "largest_single", "mean": "largest"}[reading]
+        largest = dict(map(tuple, result[kept])) if kept else {}
         sigmas = {r: result["variance"] / max(min(bound, largest.get(r) or bound), 1e-6) for r, bound in result["bounds"]}
     each = np.repeat([sigmas[r] for r in range(1, last + 1)], result["local_steps"])
     return float(papers.spent(formula, each, 0.01, 1e-5)[-1])

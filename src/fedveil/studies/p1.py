@@ -124,6 +124,8 @@ def whole_update(row: str, number: float, recipe: str, tap: str) -> list[Cell]:
     job = attack(recipe, "mnist", tap, victims=8, batch=5, local_steps=100)
     return [
         Cell(row, "MNIST distance, L = 100, B = 5", number, job, "rmse", ("whole-update",), 4),
+        Cell(row, "MNIST distance, L = 100, B = 5, not clamped", number, job, "rmse_unclamped",
+             ("whole-update", "not-clamped"), 4),
         Cell(row, "MNIST succeeds, L = 100, B = 5", None, job, "success_rate", ("whole-update", "threshold")),
     ]
 

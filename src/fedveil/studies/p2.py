@@ -112,6 +112,7 @@ TABLE_3 = {
 }  # fmt: skip
 
 
+TANH: dict[str, tuple[str, ...]] = {"AdvC": ("advc-tanh",)}
 CLIPPED_ONLY = ("mnist", "fashion_mnist", "purchase-10", "purchase-50")  # what the bound alone does, beside l2-max
 
 
@@ -199,11 +200,12 @@ def _table7() -> list[Cell]:
             played = "dp-dyns" if recipe in DECAYING else "dp-dyns-l2max"
             job = central(played, dataset, fixed_variance=6.0 * bound, sensitivity="l2-max-mean",
                           **{"clip.bound": _bound(recipe, bound)})  # fmt: skip
-            base = "not-one-sigma" if recipe == "dp-baseline" else "data-dependent"
+            base = {"dp-baseline": "not-one-sigma", "dp-dyns-c-decay": "bound-decays"}.get(recipe, "data-dependent")
             for said, more, why in _readings(recipe, dataset):
                 reasons = (base, *why[2:])
                 counted = "mean" if more else "single" if recipe in OF_BATCH else "bound"
-                cells += [Cell(f"{row}{said}", name, paper, job, f"fixed_variance:{counted}:{formula}:{accuracy}", reasons)
+                cells += [Cell(f"{row}{said}", name, paper, job, f"fixed_variance:{counted}:{formula}:{accuracy}",
+                               (*reasons, *TANH.get(name, ())))
                           for (name, formula), paper in zip(ACCOUNTANTS.items(), printed, strict=True)]  # fmt: skip
     return cells
 
@@ -245,7 +247,8 @@ def _table9() -> list[Cell]:
     for schedule, numbers in TABLE_9.items():
         for said, more, why in _readings("dp-dyn-s-sigma", "mnist"):
             job, row = central("dp-dyn-s-sigma", "mnist", sigma=SIGMA[schedule], **more), f"{schedule}, dp-dyn-s-sigma{said}"
-            cells += [Cell(row, name, paper, job, f"spent_to:{formula}:0.9596", ("data-dependent", "six-falls", *why[2:]))
+            cells += [Cell(row, name, paper, job, f"spent_to:{formula}:0.9596",
+                           ("data-dependent", "six-falls", *why[2:], *TANH.get(name, ())))
                       for (name, formula), paper in zip(ACCOUNTANTS.items(), numbers[:5], strict=True)]  # fmt: skip
             cells.append(Cell(row, "iterations", numbers[5], job, "iterations_to:0.9596",
                               ("first-crossing", "data-dependent", *why[2:]), 0))  # fmt: skip
@@ -286,6 +289,7 @@ def _table3() -> list[Cell]:
                         ("black-passes", *why),
                     ),
                     Cell(row, f"{name} MSE", error, job, "mse", why, 4),
+                    Cell(row, f"{name} RMSE, not clamped", None, job, "rmse_unclamped", ("not-clamped",), 4),
                 ]
     return cells
 
@@ -354,7 +358,7 @@ def entries() -> list[Entry]:
             for said, reading, why in _readings(recipe, d)
         ]
         times = [central_time(recipe, d) for d in five[:4]]
-        table11 += line(f"{recipe}, s/iteration", five[:4], cost, times, "seconds", ("other-machine",))
+        table11 += line(f"{recipe}, s/iteration", five[:4], cost, times, "seconds", ("other-machine-alone",))
     return [
         Entry("p2-table1", "Privacy parameters of the approaches", note="a list of recipes"),
         Entry("p2-table2", "Datasets and parameters", note="a list of datasets"),

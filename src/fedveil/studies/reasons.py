@@ -34,10 +34,10 @@ REASONS: dict[str, str] = {
     "data-dependent": "not recomputable: sigma follows the data, so the number is no guarantee and depends on the run",
     "not-one-sigma": "not reproduced: no single sigma gives these five numbers (BaseC implies 2.62, zCDP 1.79, "
     "MA 0.65)",
-    "literal-noise": "noise of sigma·S on the batch sum, which the paper's epsilon assumes; over a batch of 3 to 5 it is far "
-    "above the gradient. The authors' script (github.com/git-disl/Fed-CDP, fedcdp_fedsdp.py of 39fdb12) has its protection "
-    "switched off by hand, as its comments say (the server's noise times 0, clipping and Fed-CDP commented out), and a noise "
-    "multiplier of 0.5: with which the prints were made cannot be read off it",
+    "literal-noise": "noise of sigma·S on the batch sum, which the paper's epsilon assumes; over a batch of 3 to 5 it is "
+    "far above the gradient. With which noise the prints were made cannot be read off the authors' scripts "
+    "(github.com/git-disl/Fed-CDP of 7c8c63f: FedSDP.py multiplies its noise by 0 and has its clipping commented out, "
+    "FedCDP.py lacks the lines that define its noise; the multiplier in both is 0.5)",
     "sdp-noise": "noise of sigma·C once on the sum of clipped updates; the mean over more clients carries less of it",
     "central-noise": "noise on the batch sum; the learning rate (0.05) is that of the authors' published code",
     "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
@@ -52,6 +52,11 @@ REASONS: dict[str, str] = {
     "here as rebuilt, below 0.3 as hidden",
     "stand-in": "Location-30 (clustered the same way, 4,008 training rows) stands in for Purchase",
     "other-machine": "other hardware and engine: one CPU core against a 2080Ti; compare the rows of ratios, not these",
+    "other-machine-alone": "other hardware and engine: one CPU core against a 2080Ti; what can be compared are the ratios "
+    "of P1 III, P2 X and P3 9",
+    "bound-decays": "not reached by any stop: sigma = 6·C / C_t follows the falling bound alone, and all 10,000 steps "
+    "with it spend 84.13, 4.54, 4.52, 0.880, 0.624 (BaseC, AdvC, OptC, zCDP, MA)",
+    "advc-tanh": "AdvC by the printed equation (tanh form), which gives 6.686 where the rows of fixed sigma print 7.450",
     "in-turns": "both recipes played in turns in one process on one core; the paper's ratio from its printed times. Differences "
     "below a tenth are the machine's; noise that follows l2-max is float, that of the others exact, which takes longer",
     "rmse-is-mse": "the paper's RMSE formula has no root; ours is the root-mean-square on pixels in [0, 1] clamped",
@@ -88,14 +93,16 @@ REASONS: dict[str, str] = {
     "harmonizer": "noise calibrated so that the server's sound epsilon is as stated; the authors' code "
     "(github.com/RainyDayChocolate/UDP-FL, gradients/noise.py of 2f64e1c) takes its noise's parameters as given and subtracts 1 "
     "from a geometric variable that starts at 0",
-    "staircase-vector": "per-coordinate Staircase noise in steps of C / sqrt(d), which costs what Gaussian noise of 1 / sqrt(2) "
-    "of its deviation does; the paper's scalar formula says nothing about vectors",
+    "staircase-vector": "per-coordinate Staircase noise in steps of C / sqrt(d), which needs 1.12 times Laplace's "
+    "deviation under the same budget (docs/mechanisms/staircase.md); the paper's scalar formula says nothing about "
+    "vectors",
     "resnet-gn": "ResNet-18 as its authors print it, with GroupNorm (BatchNorm has no per-example gradient), 300 steps of plain "
     "SGD on 40,000 images; rate 20 with the clip and 0.01 without, chosen on set-aside rows; the paper gives neither "
     "stem nor optimiser",
-    "planned-own": "a linear head on fixed features of our own (scattering), as the planner chooses; the paper trains ResNet-18",
-    "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), as the planner chooses: "
-    "with public pre-training, which the paper's ResNet-18 does not have",
+    "planned-own": "a linear head on fixed features of our own (scattering), every step on all rows, as the planner "
+    "chooses; the paper trains ResNet-18 on a twentieth of them",
+    "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), every step on all "
+    "rows, as the planner chooses: with public pre-training, which the paper's ResNet-18 does not have",
     "nbafl-noise": "chance by arithmetic: NbAFL's own formula for ε = 5 and 150 rounds puts noise of deviation 0.48 (MNIST) or "
     "4.8 (Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
     "wind-delta": "delta 1e-6: the paper's 1e-5 is above one in the number of records",

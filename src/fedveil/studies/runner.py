@@ -88,17 +88,17 @@ def plan(
     while level < settings.LEVELS and _total(wanted, level, curves) > SMALL_BUDGET:
         level += 1
     small = {job: settings.shrink(job, level, 5 if job in curves else 1) for job in wanted}
-    kept, spent = set(), 0.0
+    kept: set[Job] = set()
+    counted: set[Job] = set()
     controls: dict[Job, Train] = {}
     for job in sorted(
         wanted, key=lambda job: settings.seconds(small[job][0])
     ):  # the cheapest make most cells
-        spent += settings.seconds(small[job][0])
-        check = _control(small[job], entry)
-        if check is not None and check not in controls.values():
-            spent += settings.seconds(check)
-        if spent <= SMALL_BUDGET:
+        check = _control(job, small[job][0], entry)
+        with_it = counted | {small[job][0]} | ({check} if check is not None else set())
+        if sum(map(settings.seconds, with_it)) <= SMALL_BUDGET:
             kept.add(job)
+            counted = with_it
             controls |= {} if check is None else {small[job][0]: check}
     left_out = "left out at small scale: run with --scale paper"
     planned = [
@@ -108,13 +108,28 @@ def plan(
     return Plan(entry, scale, seeds, tuple(planned), controls)
 
 
-def _control(shrunk: tuple[Job, str], entry: Entry) -> Train | None:
-    """The run without noise that a shrunk run needs beside it, where the paper says what it should reach."""
-    job, said = shrunk
+def _trained(job: Job) -> Train | None:
     inner = job.train if isinstance(job, Inference) else job
-    if not said or not isinstance(inner, Train) or settings.expected(inner, entry.paper) is None:
+    return inner if isinstance(inner, Train) else None
+
+
+def _control(printed: Job, shrunk: Job, entry: Entry) -> Train | None:
+    """The run without noise that a run needs beside it if it was shrunk and the paper says what it should reach."""
+    inner = _trained(shrunk)
+    if inner is None or inner == _trained(printed) or _goal(printed, entry) is None:
         return None
     return settings.control(inner)
+
+
+def _goal(printed: Job, entry: Entry) -> float | None:
+    """What the paper reaches without noise: in this very setting, if the table has it, else on the dataset."""
+    inner = _trained(printed)
+    if inner is None:
+        return None
+    plain = settings.control(inner)
+    own = (cell.paper for cell in entry.cells if cell.job == plain and cell.measure == "accuracy")
+    goal = next((paper for paper in own if isinstance(paper, float)), None)
+    return settings.expected(inner, entry.paper) if goal is None else goal
 
 
 def _fewer_victims(job: Job, most: Mapping[str, int]) -> Planned:
@@ -255,19 +270,18 @@ def rows(chosen: Plan, done: Mapping[str, JsonObject]) -> list[Row]:
     """Paper, ours, difference and why for every cell."""
     planned = {p.printed: p for p in chosen.jobs}
     return [
-        _with_control(_row(cell, planned[cell.job], chosen.seeds, done), planned[cell.job].job, chosen, done)
+        _with_control(_row(cell, planned[cell.job], chosen.seeds, done), planned[cell.job], chosen, done)
         for cell in chosen.entry.cells
     ]
 
 
-def _with_control(row: Row, job: Job, chosen: Plan, done: Mapping[str, Document]) -> Row:
+def _with_control(row: Row, planned: Planned, chosen: Plan, done: Mapping[str, Document]) -> Row:
     """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing."""
-    check = chosen.controls.get(job)
-    if check is None or row.ours is None:
+    check, goal = chosen.controls.get(planned.job), _goal(planned.printed, chosen.entry)
+    if check is None or goal is None or row.ours is None:
         return row
-    goal = settings.expected(check, chosen.entry.paper)
     reached = done.get(key_of(check, 0), {}).get("result", {}).get("accuracy")
-    if goal is None or (reached is not None and reached >= goal - settings.REACH):
+    if reached is not None and reached >= settings.needed(goal, check.dataset):
         return row
     said = "is not finished" if reached is None else f"reaches {reached:.3f}, the paper's {goal:.3f}"
     why = (f"shrunk too far to say anything: the same run without noise {said}",)

@@ -2,7 +2,7 @@
 
 P1's Proposition 2 is about the parameters: noise of smaller norm keeps the label. It takes the steepest gradient of
 the margin *at the given weights* for a Lipschitz constant, which a network of several layers does not have. So there
-are three numbers, each the median over the rightly classified rows:
+are three numbers, each the median over the rightly classified rows (the printed one: of the first few, it is slow):
 
     input_distortion              no change of the input of smaller L2 norm changes the label
     parameter_distortion          no change of all parameters of smaller L2 norm changes the label
