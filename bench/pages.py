@@ -68,8 +68,8 @@ def between(text: str, begin: str, end: str, lines: Sequence[str]) -> str:
     return f"{head}<!-- {begin} -->\n" + "\n".join(lines) + f"\n<!-- {end} -->{tail}"
 
 
-def index() -> None:
-    """Every page with how much of it was run and what came out, and what is left of every experiment with its estimated time."""
+def index() -> str:
+    """The README with every page, how much of it was run and what came out, and what is left with its estimated time."""
     order = {entry.id: number for number, entry in enumerate(catalogue().values())}
     pages = sorted(DOCS.glob("p[1-5]-*.md"), key=lambda page: (order[_entry(page)], page.stem))
     kept = runner.finished(DOCS)
@@ -92,9 +92,8 @@ def index() -> None:
             hours = _duration(runner.plan(entry, "paper").seconds(kept))
             said = f"{entry.paper} {name_of(entry)}: {entry.title}" + (" (run at small scale)" if entry.id in small else "")
             left.append(f"| {entry.id} | {said} | {cells} of {len(entry.cells)} | {hours} |")
-    path = DOCS / "README.md"
-    text = between(path.read_text("utf-8"), "index", "end of index", ran)
-    path.write_text(between(text, "not run", "end of not run", left if len(left) > 2 else ["Nothing."]), "utf-8")
+    text = between((DOCS / "README.md").read_text("utf-8"), "index", "end of index", ran)
+    return between(text, "not run", "end of not run", left if len(left) > 2 else ["Nothing."])
 
 
 def _entry(page: Path) -> str:
@@ -182,4 +181,4 @@ if __name__ == "__main__":
         plans = (runner.plan(find(name), "paper") for name in LEAKS)
         if any(key_of(job, seed) in keys for chosen in plans for job, seed in chosen.runs):
             resilience(folder)
-    index()
+    (DOCS / "README.md").write_text(index(), "utf-8")

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from bench import pages
 
 from fedveil.studies import runner
 from fedveil.studies.cells import settings_of
@@ -20,6 +21,18 @@ def test_the_index_has_every_experiment_and_links_every_page():
     listed = set(re.findall(r"^\| (p[1-5]-\w+) \|", index, re.MULTILINE))
     assert listed == {entry.id for entry in catalogue().values() if entry.cells}
     assert {page.name for page in PAGES} <= set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+
+
+def test_the_index_says_what_the_pages_and_the_kept_results_say():
+    """`python -m bench.pages` without a folder writes it anew."""
+    assert pages.index() == (FOLDER / "README.md").read_text("utf-8")
+
+
+def test_the_table_of_claims_is_one_table():
+    """An empty line ends a table, and what follows is shown as raw text."""
+    text = (FOLDER / "README.md").read_text("utf-8")
+    claims = text[text.index("| claim |") :].split("\n\n", 1)
+    assert claims[0].count("\n") > 20 and "\n| P" not in claims[1].split("## ", 1)[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

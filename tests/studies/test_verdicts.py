@@ -87,6 +87,25 @@ def test_a_difference_within_twice_its_standard_error_or_of_one_seed_is_not_judg
     assert judge([check], four).word == "holds"
 
 
+def test_about_as_good_fails_only_beyond_the_margin_and_the_spread_of_the_seeds():
+    """By hand: 0.9 - 0.8 = 0.1 with a margin of 0.04; the error of the difference is s · sqrt(2 / 3)."""
+    check = Check("a", "=one", "~", "=two", 0.04, seeds=True)
+
+    def said(s, seeds=3):
+        return judge([check], [row("one", "x", 0.9, s, seeds), row("two", "x", 0.8, s, seeds)]).word
+
+    edge = 0.03 * (3 / 2) ** 0.5
+    assert said(0.99 * edge) == "does not hold" and said(1.01 * edge) == "cannot be judged here"
+    assert said(None, 1) == "cannot be judged here"
+    assert judge([replace(check, margin=0.11)], [row("one", "x", 0.9), row("two", "x", 0.8)]).word == "holds"
+
+
+def test_a_place_may_be_held_to_a_share_of_another():
+    rows = [row("one", "x", 0.42), row("two", "x", 0.8)]
+    assert judge([Check("a", "=one", "<", "=two", times=0.5)], rows).word == "does not hold"
+    assert judge([Check("a", "=one", "<", "=two", times=0.53)], rows).word == "holds"
+
+
 def test_every_figure_with_cells_is_judged_by_cells_that_it_has():
     figures = {e.id: e for e in catalogue().values() if e.is_figure and e.cells}
     assert set(CHECKS) == set(figures)

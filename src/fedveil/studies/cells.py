@@ -94,9 +94,9 @@ class Attack:
 
 @dataclass(frozen=True)
 class Inference:
-    """An attack on a trained model: membership, attribute or decoder."""
+    """An attack on a trained model: membership, attribute, or a decoder of what enters its last layer or of its outputs."""
 
-    kind: Literal["membership", "attribute", "decoder"]
+    kind: Literal["membership", "attribute", "decoder", "outputs"]
     train: Train
     shadows: int = 16
     pool: int = 1000

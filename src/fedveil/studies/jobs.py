@@ -262,9 +262,12 @@ def _inference(job: Inference, seed: int, folder: Path) -> Result:
         )  # fmt: skip
     if job.kind == "attribute":
         return campaign.attack_attribute(prepared, weights, name="gender", seed=seed)
-    return campaign.attack_decoder(
-        prepared, weights, victims=job.victims, seed=seed, rows=job.pool, sources=("embeddings",)
-    )
+    found = campaign.attack_decoder(
+        prepared, weights, victims=job.victims, seed=seed, rows=job.pool,
+        sources=("outputs",) if job.kind == "outputs" else ("embeddings",),
+    )  # fmt: skip
+    outputs = found.get("from_outputs")
+    return {**found, **(outputs if isinstance(outputs, dict) else {})}
 
 
 # --- reading a result ---
@@ -293,6 +296,8 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
         low, high = result["value_range"]
         error: float = result[name.removesuffix("_inputs")]
         return error * (high - low) ** (2 if "mse" in name else 1)
+    if name == "mse_unclamped":  # the median of squares is the square of the median
+        return float(result["rmse_unclamped"]) ** 2
     if "." in name:  # membership: method.figure
         method, _, figure = name.partition(".")
         return (result.get("methods", {}).get(method) or {}).get(figure)

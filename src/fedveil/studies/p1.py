@@ -184,7 +184,7 @@ def _figures() -> list[Entry]:
     ]
     fourth = [
         Cell(f"{recipe}, {tap}{said}", "LFW", None, attack(recipe, "lfw", tap, victims=8, change=change), "ssim",
-             ("no-numbers", "similarity", *leak_why(tap, recipe, change)[2:]))
+             ("no-numbers", "similarity", *leak_why(tap, recipe, change)[2:], *(("one-step",) if tap == "type0" else ())))
         for recipe in ("non-private", "dssgd", "fed-sdp-client", "fed-cdp", "fed-cdp-decay")
         for tap in ("type0", "type2")
         for said, change in readings(recipe, tap).items()
@@ -195,7 +195,8 @@ def _figures() -> list[Entry]:
         for recipe in ("non-private", "fed-sdp-client", "fed-cdp", "fed-cdp-decay"):
             for said, more in readings(recipe, "type2").items():
                 job = attack(recipe, "mnist", "type2", victims=8, change={**pruned, **more})
-                fifth.append(Cell(f"{recipe}{said}, SSIM of the attack", column, None, job, "ssim", ("no-numbers", "similarity")))
+                reasons = ("no-numbers", "similarity", *(("pruned-example",) if share else ()))
+                fifth.append(Cell(f"{recipe}{said}, SSIM of the attack", column, None, job, "ssim", reasons))
             train = federated(recipe, "mnist", **pruned)
             fifth.append(Cell(f"{recipe}, accuracy", column, None, train, "accuracy", ("no-numbers", *noise_why(recipe))))
     return [

@@ -236,7 +236,7 @@ def _table1() -> list[Cell]:
                     iterations[at],
                     job,
                     "iterations",
-                    ("threshold", "inner-steps"),
+                    ("threshold", *(() if method == "gradinv" else ("inner-steps",))),
                     1,
                 ),
             ]
@@ -247,7 +247,7 @@ def _table5() -> list[Cell]:
     cells = []
     for at, (dataset, rows) in enumerate(TABLE_5.items()):
         cells.append(Cell(f"{SHOWN[dataset]}, non-private", "any C", NON_PRIVATE[at], federated("non-private", dataset),
-                          "accuracy", ("our-split",)))  # fmt: skip
+                          "accuracy", ("our-split", *(("cifar-control",) if dataset == "cifar10" else ()))))  # fmt: skip
         for recipe, printed in zip(ACCURACY, rows, strict=True):
             jobs = [federated(recipe, dataset, **{"clip.bound": float(c)}) for c in BOUNDS]
             cells += line(f"{SHOWN[dataset]}, {recipe}", [f"C={c:g}" for c in BOUNDS], printed, jobs, "accuracy",
@@ -273,6 +273,12 @@ def _seen(recipe: str, dataset: str, tap: str, change: Mapping[str, object]) -> 
     return attack(recipe, dataset, tap, victims=8, change=change)
 
 
+def _also(recipe: str, tap: str) -> tuple[str, ...]:
+    if tap != "type2":
+        return ("one-step",)
+    return ("after-training",) if recipe in AFTER_TRAINING else ()
+
+
 def _figures() -> list[Entry]:
     second = p1.visualised(("mnist", "type2"), ("cifar10", "type2"), ("lfw", "type2"), ("lfw", "type0"))
     ways: list[tuple[str, str, dict[str, Any]]] = [
@@ -286,7 +292,7 @@ def _figures() -> list[Entry]:
     ]
     third = [
         Cell(f"{said}, {tap}", SHOWN[d], None, _seen(recipe, d, tap, change), "ssim",
-             ("no-numbers", "similarity", *(("after-training",) if tap == "type2" and recipe in AFTER_TRAINING else ())))
+             ("no-numbers", "similarity", *_also(recipe, tap)))
         for d in ("mnist", "lfw")
         for said, recipe, change in ways
         for tap in ("type0", "type1", "type2")
@@ -297,7 +303,7 @@ def _figures() -> list[Entry]:
     ]
     fourth = [
         Cell(f"{recipe}, {tap}{said}", SHOWN[d], None, attack(recipe, d, tap, victims=8, change=change), "ssim",
-             ("no-numbers", "similarity", *p1.leak_why(tap, recipe, change)[2:]))
+             ("no-numbers", "similarity", *p1.leak_why(tap, recipe, change)[2:], *_also("", tap)))
         for d in ("mnist", "lfw")
         for recipe in ("non-private", "fed-sdp", "fed-alpha-cdp-sigma")
         for tap in ("type0-sanitised", "type1", "type2")

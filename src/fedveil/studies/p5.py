@@ -157,25 +157,37 @@ def _table7() -> list[Cell]:
     return cells
 
 
-def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float, float], heads: tuple[str, str],
-                measures: tuple[str, str], extra: tuple[str, ...]) -> list[Cell]:  # fmt: skip
-    pool = 4000 if kind == "decoder" else 1000
+def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[float | None, float | None], heads: tuple[str, str],
+                measures: tuple[str, str], extra: tuple[str, ...], said: str = "") -> list[Cell]:  # fmt: skip
+    """A table of attacks on trained models, and its controls: the attacker without any model, and with an untrained one."""
+    pool = 1000 if kind == "attribute" else 4000
     more = {"model": "papers-cnn"} if dataset == "cifar10" else {}  # ResNet-18 takes hours for a table
     first = Inference(kind, udp("non-private", dataset, None, **more), pool=pool)
-    own = {"attribute": "the same network on raw pixels, no model",
-           "decoder": "the mean image of the attacker's own rows"}[kind]  # fmt: skip
+    untrained = replace(first, train=settings.with_settings(first.train, rounds=1, learning_rate=1e-12))
+    own = "the same network on raw pixels, no model" if kind == "attribute" else "the mean image of the attacker's own rows"
     cells = [
-        Cell("non-private", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
+        Cell(f"non-private{said}", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
     ]
-    cells += [Cell(f"control: {own}", h, None, first, f"control_{m}", extra) for h, m in zip(heads, measures, strict=True)]
+    cells += [Cell(f"control: {own}{said}", h, None, first, f"control_{m}", extra) for h, m in zip(heads, measures, strict=True)]
+    cells += [Cell(f"control: an untrained model{said}", h, None, untrained, m, ("untrained",))
+              for h, m in zip(heads, measures, strict=True)]  # fmt: skip
     for e, printed in table.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
             job = Inference(kind, udp(recipe, dataset, e, **more), pool=pool)
             cells += [
-                Cell(f"{name}, ε={e}", h, p, job, m, (*extra, *why(name)))
+                Cell(f"{name}, ε={e}{said}", h, None if plain[0] is None else p, job, m, (*extra, *why(name)))
                 for h, m, p in zip(heads, measures, numbers, strict=True)
             ]
     return cells
+
+
+def _table9() -> list[Cell]:
+    heads, measures = ("MSE", "MAE"), ("mse_inputs", "mae_inputs")
+    return [
+        *_inferences("outputs", "cifar10", TABLE_9, (1.23, .65), heads, measures, ("from-outputs", "standard-inputs")),
+        *_inferences("decoder", "cifar10", TABLE_9, (None, None), heads, measures, ("from-embeddings", "standard-inputs"),
+                     ", from embeddings"),
+    ]  # fmt: skip
 
 
 def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: object) -> list[Cell]:
@@ -215,8 +227,8 @@ def _figures() -> list[Entry]:
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]
-    first += [Cell("MNIST, Staircase, ε=5, first round with 90%", "round", None, udp("udp-fl-staircase", "mnist", 5.0),
-                   "rounds_to:0.9", ("no-numbers",), 0)]  # fmt: skip
+    first += [Cell(f"MNIST, {name}, ε=5, first round with 90%", "round", None, udp(recipe, "mnist", 5.0), "rounds_to:0.9",
+                   ("no-numbers", "every-five"), 0) for name, recipe in MECHANISMS.items()]  # fmt: skip
     second = []
     for name, e in [(name, e) for e in (2, 8) for name in MECHANISMS] + [("none", None)]:
         job, row = planned(name, e), f"{name}, ε={e or '∞'}"
@@ -277,7 +289,6 @@ def entries() -> list[Entry]:
         Entry("p5-table7", "Reconstruction by inverting gradients (CIFAR-10)", tuple(_table7())),
         Entry("p5-table8", "Attribute inference (UTKFace, gender)", tuple(_inferences(
             "attribute", "utkface", TABLE_8, (.86, .85), ("accuracy", "F1"), ("accuracy", "f1"), ("pixels-alone",)))),
-        Entry("p5-table9", "Reconstruction by a trained decoder (CIFAR-10)", tuple(_inferences(
-            "decoder", "cifar10", TABLE_9, (1.23, .65), ("MSE", "MAE"), ("mse_inputs", "mae_inputs"), ("standard-inputs",)))),
+        Entry("p5-table9", "Reconstruction by a trained decoder (CIFAR-10)", tuple(_table9())),
         *_figures(),
     ]  # fmt: skip
