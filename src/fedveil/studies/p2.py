@@ -121,7 +121,7 @@ def _why(recipe: str, dataset: str) -> tuple[str, ...]:
     base: tuple[str, ...] = ("our-split",) if recipe == "non-private" else ("central-noise",)
     if recipe in OF_BATCH:
         base = (*base, "l2max")
-    base = (*base, "adaclip-scale") if recipe == "adaclip" else base
+    base = (*base, "adaclip-cuts" if dataset == "mnist" else "adaclip-scale") if recipe == "adaclip" else base
     base = (*base, "quantile-vanishes") if recipe == "quantile-clip" and dataset == "mnist" else base
     if dataset == "cifar10":
         base = (*base, "cifar-control" if recipe == "non-private" else "cifar-central")
