@@ -51,10 +51,10 @@ REASONS: dict[str, str] = {
     "cifar-central": "without noise it is 0.04 below the print, too; why the rest is missing is not known",
     "hardly-any": "the same run with sigma = 0.01: what the rule does to gradients by itself",
     "quantile-vanishes": "the rule and not the noise (row with hardly any noise): the median gradient of a network that fits "
-    "vanishes, and the bound follows it (4 at the start, 0.3 after 4,600 and 0.02 after 10,000 iterations) until no example may say "
-    "anything",
-    "adaclip-cuts": "the rule and not the noise (row with hardly any noise): its scale follows the spread of the batch's mean, as "
-    "published, and single examples, which are hundreds of times longer in its units, are cut to 1",
+    "vanishes, and the bound follows it (4 at the start, 0.3 after 4,600 and 0.02 after 10,000 iterations) until no example may "
+    "say anything",
+    "adaclip-cuts": "the rule and not the noise (row with hardly any noise): its scale follows the spread of the batch's mean, "
+    "as published, and single examples, which are hundreds of times longer in its units, are cut to 1",
     "clip-alone": "gradients clipped to C layer by layer as in the rows below, without noise: what no noise can be better than",
     "first-crossing": "the first round (of 100 steps) at whose end the target is reached; the paper gives DP-baseline all its "
     "iterations. Near the end of a run 0.9596 and 0.960 can be 2,000 iterations apart",
