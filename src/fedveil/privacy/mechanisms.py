@@ -410,6 +410,12 @@ Mechanism = Gaussian | Laplace | Staircase | JointStaircase | TwoValued
 
 
 SMALLEST_MULTIPLIER = 1e-100  # far below any use; its square and the square of its inverse are still numbers
+MOST_LAMBDA = 700.0  # of Staircase noise: beyond, e^-lambda and its inverse are no numbers any more
+
+
+def least_multiplier(name: MechanismName, width: float = 1.0) -> float:
+    """The smallest multiplier that can be computed with."""
+    return width / MOST_LAMBDA if name == "staircase" else SMALLEST_MULTIPLIER
 
 
 def check_noise(noise: Noise) -> None:
@@ -423,6 +429,13 @@ def check_noise(noise: Noise) -> None:
         )
     checks.count("dimension", noise.dimension, 1)
     checks.positive("width", noise.width)
+    least = least_multiplier(noise.mechanism, noise.width)
+    if noise.multiplier < least * (1 - 1e-12):
+        lam = noise.width / noise.multiplier
+        raise UserError(
+            f"noise-multiplier {noise.multiplier:g} (sigma) is hardly any Staircase noise: lambda = {lam:g} is the epsilon of "
+            f"one coordinate in one step, and at most {MOST_LAMBDA:g} can be computed with here. Give at least {least:.3g}."
+        )
     if noise.nu is not None:
         checks.unit_interval("nu", noise.nu)
     if noise.width != 1 and (noise.mechanism, noise.norm) != ("staircase", "l2"):
