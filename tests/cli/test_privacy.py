@@ -12,6 +12,9 @@ import pytest
 
 from fedveil import cli
 from fedveil.cli.common import figure
+from fedveil.federation.config import load_config
+from fedveil.federation.loop import prepare
+from fedveil.federation.loop import run as simulate
 from fedveil.jsons import plain
 from fedveil.privacy.events import Claim, Event, Noise, Release, Sampling
 from fedveil.privacy.ledger import Header, Ledger
@@ -182,6 +185,25 @@ def test_given_noise_solves_for_the_steps(run: Any) -> None:
     assert in_json(run, "epsilon", *shared, "--steps", str(steps + 1))["epsilon"] > 2
 
 
+def test_a_staircase_in_narrow_steps_is_priced_as_the_ledger_of_a_run_prices_it(run: Any, tmp_path: Path) -> None:
+    small = ["clients=4", "partition=iid", "rounds=3", "local_steps=4", "batch_size=20", "sigma=2", "report=false"]
+    config = load_config("udp-fl-staircase", ["dataset=cancer", *small])
+    (row,) = (r for r in simulate(config, tmp_path / "run")["ledger"] if (r["observer"], r["unit"]) == ("server", "example"))
+    prepared = prepare(config)
+    dimension, size = prepared.task.setting.dimension, min(prepared.partition.sizes)
+    shared = ["--mechanism", "staircase", "--width", "0", "--dimension", str(dimension), "--sampling-rate", str(20 / size),
+              "--steps", "12", "--accountant", "rdp"]  # fmt: skip
+    priced = in_json(run, "epsilon", "--noise-multiplier", "2", *shared)
+    assert row["verdict"] == "sound" and priced["epsilon"] == pytest.approx(row["epsilon"], rel=1e-3)
+    named = in_json(run, "epsilon", "--noise-multiplier", "2", *shared, "--width", str(dimension**-0.5))
+    wide = in_json(run, "epsilon", "--noise-multiplier", "2", *shared, "--width", "1")
+    assert named["epsilon"] == priced["epsilon"] < wide["epsilon"]
+    found = in_json(run, "calibrate", "--epsilon", str(priced["epsilon"]), *shared)
+    assert found["noise_multiplier"] == pytest.approx(2, rel=2e-3) and found["epsilon"] <= priced["epsilon"]
+    counted = in_json(run, "calibrate", "--epsilon", str(priced["epsilon"]), "--noise-multiplier", "2", *shared)
+    assert counted["steps"] == 12
+
+
 # -- wrong input
 
 
@@ -206,6 +228,11 @@ def test_given_noise_solves_for_the_steps(run: Any) -> None:
         (["epsilon", *MNIST, "--layers", "0"], "--layers", "at least 1"),
         (["epsilon", *MNIST, "--dimension", "0"], "--dimension", "at least 1"),
         (["epsilon", *MNIST, "--nu", "2"], "--nu", "from 0 to 1"),
+        (["epsilon", *MNIST, "--width", "0"], "--width", "--mechanism staircase"),
+        (["epsilon", *MNIST, "--mechanism", "staircase", "--width", "-1"], "--width", "greater than 0"),
+        (["epsilon", *MNIST, "--mechanism", "staircase", "--width", "0", "--clip-norm", "l1"], "--width", "L2 clip"),
+        (["epsilon", *MNIST, "--mechanism", "staircase", "--width", "0", "--layers", "3"], "--width", "--layers"),
+        (["calibrate", "--epsilon", "1", "--mechanism", "all", "--width", "0"], "--width", "--mechanism staircase"),
         (["epsilon", *MNIST, "--mechanism", "gausian"], "--mechanism", "Did you mean 'gaussian'"),
         (["epsilon", *MNIST, "--accountant", "pdl"], "--accountant", "Did you mean 'pld'"),
         (["epsilon", *MNIST, "--sampling", "possion"], "--sampling", "Did you mean 'poisson'"),

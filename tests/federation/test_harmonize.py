@@ -199,6 +199,13 @@ def test_a_run_with_an_infinite_budget_is_written_read_and_reported(tmp_path):
     assert "none" in {row["verdict"] for row in found} and "sound" not in {row["verdict"] for row in found}
 
 
+def test_clients_of_different_mechanisms_share_a_budget_and_none_loosens_the_count_of_the_others(tmp_path):
+    changes = ["client_epsilons=[8.0]", 'client_mechanisms=["gaussian", "staircase"]', "report=false"]
+    rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / "run")["ledger"]
+    (shown,) = (row for row in rows if (row["observer"], row["unit"], row["verdict"]) == ("server", "example", "sound"))
+    assert 7.9 < shown["epsilon"] <= 8.0
+
+
 def test_a_client_with_a_smaller_delta_of_its_own_gets_more_noise_and_that_budget():
     run = prepared("udp-fl-gaussian", "client_epsilons=[4]", "client_deltas=[1e-5, 1e-8]")
     assert run.task.own[1][1] > 1.1 * run.task.own[0][1]

@@ -10,10 +10,13 @@ from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import play_round, prepare
 from fedveil.federation.loop import run as simulate
-from fedveil.federation.round import moment_of, plan_of, start
+from fedveil.federation.round import moment_of, noised_of, plan_of, start
+from fedveil.federation.store import open_run
 from fedveil.federation.view import view
 from fedveil.privacy.papers import condition_words
 from fedveil.protect import udp
+from fedveil.protect.catalogue import catalogue
+from fedveil.protect.noise import joint_staircase
 from fedveil.protect.promise import claims
 
 SMALL = ["dataset=cancer", "clients=2", "rounds=4", "local_steps=3", "batch_size=20"]
@@ -26,6 +29,76 @@ def test_a_fixed_deviation_is_held_whatever_the_sensitivity(recipe):
     for _ in range(4):
         state, _, private = play_round(run, state, np.array([0]))
         assert private["noise_deviation"] == pytest.approx(24.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "word"),
+    [
+        ("udp-fl-laplace", [], "deviation of laplace noise"),
+        ("udp-fl-staircase", [], "deviation of staircase noise"),
+        ("fed-cdp-example", [], "noise_on = example"),
+        ("fed-cdp-mean", [], "noise_on = mean"),
+        ("adaclip", [], "clip.rule = adaclip"),
+        ("median-clip", [], "clip.rule = median"),
+        ("quantile-clip", [], "clip.rule = quantile"),
+        ("random-noise", [], "without a clip"),
+        ("non-private", [], "adds none"),
+        ("ldp-fl", [], "adds none"),
+        ("fed-cdp-sound", ["calibrate=true", "target_epsilon=4"], "chosen by the budget"),
+        ("udp-fl-gaussian", ["client_epsilons=[4.0]"], "chosen by the budget"),
+        ("nbafl", ["epsilon=4"], "chosen by the budget"),
+    ],
+)
+def test_a_fixed_deviation_is_refused_where_it_would_be_another_one(recipe, more, word):
+    with pytest.raises(UserError, match=word):
+        load_config(recipe, [*SMALL, "fixed_variance=24", *more])
+
+
+@pytest.mark.parametrize("recipe", [*catalogue()])
+def test_a_fixed_deviation_that_is_accepted_is_that_of_the_noise(recipe):
+    try:
+        run = prepare(load_config(recipe, [*SMALL, "fixed_variance=24"]))
+    except UserError:
+        return
+    for index in (0, 3):
+        now = moment_of(run.task, replace(start(run.task, run.initial), round=index))
+        noises = noised_of(run.task, now, 0, run.partition.size(0))
+        assert {round(one.deviation, 9) for one in noises} == {24.0}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("udp-fl-staircase-joint", ["sigma=1e-6"]),
+        *(
+            (recipe, more)
+            for recipe in ("udp-fl-staircase", "udp-fl-staircase-iid")
+            for more in (["sigma=1e-6"], ["sigma=1e-6", "grid=0"], ["sigma=linear:3:1e-6", "grid=0"])
+        ),
+    ],
+)
+def test_noise_too_narrow_to_be_drawn_is_refused_before_anything_is_written(recipe, more, tmp_path):
+    with pytest.raises(UserError, match="lambda"):
+        simulate(load_config(recipe, [*SMALL, *more, "report=false"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bound_that_follows_the_learning_rate_falls_with_it_in_a_run(tmp_path):
+    rates = ["learning_rate=0.3", "learning_rate_end=0.1"]
+    simulate(load_config("fed-cdp-sound", [*SMALL, *rates, "clip.bound=learning-rate:6", "report=false"]), tmp_path / "run")
+    found = open_run(tmp_path / "run").metrics
+    assert [line["bound"] for line in found] == pytest.approx([6.0, 6 - 4 / 3, 6 - 8 / 3, 2.0])
+    assert [line["bound"] / line["learning_rate"] for line in found] == pytest.approx([20.0] * 4)
+
+
+def test_only_a_bound_may_follow_the_learning_rate():
+    with pytest.raises(UserError, match="only a clip bound can follow the learning rate"):
+        load_config("fed-cdp", ["sigma=learning-rate:6"])
+
+
+def test_joint_staircase_noise_that_cannot_be_drawn_by_rejection_says_so():
+    with pytest.raises(UserError, match="set a larger sigma"):
+        joint_staircase(bytes(16), 0, 50, 1e6)
 
 
 def test_a_pruned_gradient_is_what_type_2_reads():
@@ -45,6 +118,14 @@ def test_the_papers_condition_on_the_sampling_rate_is_said_where_it_fails():
     now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
     nominal = [c.reason for c in claims(task.recipe, task.setting, now, 100) if c.verdict == "nominal"]
     assert nominal and all("1/(16 sigma) fails" in reason for reason in nominal)
+
+
+def test_the_papers_condition_is_said_of_local_steps_where_it_fails_and_only_there():
+    for batch, fails in ((1, False), (20, True)):  # q = 4 and 80 of 455 rows, 1/(16 sigma) = 0.0104
+        task = prepare(load_config("fed-cdp", [*SMALL, "clients=4", "cohort_size=4", f"batch_size={batch}"])).task
+        now = moment_of(task, start(task, np.zeros(task.layout.size, np.float32)))
+        said = [c.reason for c in claims(task.recipe, task.setting, now, 100) if (c.unit, c.accountant) == ("example", "moments")]
+        assert len(said) == 1 and ("1/(16 sigma) fails" in said[0]) is fails
 
 
 def test_theorem_4_is_the_square_of_the_mean_size_of_the_noise():
@@ -92,6 +173,28 @@ def test_a_nominal_budget_ends_a_run_where_the_papers_formula_ends_it_and_says_t
     rate = 8 * 4 / prepared.partition.examples
     assert 0 < result["rounds"] == steps_until(name, 6.0, rate, budget) < 12
     assert "nominal target_epsilon" in result["stopped"] and f"nominal epsilon by {name}" in result["stopped"]
+
+
+@pytest.mark.parametrize(
+    "name", ["non-private", "random-noise", "fed-cdp-sound", "sum-cdp", "ldp-fl", "nbafl", "udp-fl-laplace", "udp-fl-staircase"]
+)
+def test_a_nominal_budget_of_which_nothing_is_counted_is_refused_before_anything_is_written(name, tmp_path):
+    config = load_config(name, ["dataset=cancer", "clients=4", "rounds=2", "budget=nominal", "target_epsilon=0.001"])
+    with pytest.raises(UserError, match=f"recipe '{name}' has no nominal count for observer 'server'"):
+        simulate(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_nominal_budget_for_an_observer_without_a_count_is_refused():
+    given = [*SMALL, "budget=nominal", "target_epsilon=1", "observer=participants"]
+    with pytest.raises(UserError, match="observer 'participants'"):
+        prepare(load_config("fed-alpha-cdp", given))
+
+
+def test_a_nominal_budget_that_is_counted_stops_before_the_first_round_if_it_is_too_small(tmp_path):
+    given = [*SMALL, "budget=nominal", "target_epsilon=0.001", "report=false"]
+    result = simulate(load_config("fed-alpha-cdp", given), tmp_path / "run")
+    assert result["rounds"] == 0 and "nominal target_epsilon" in result["stopped"]
 
 
 def test_the_papers_accountants_count_nominal_budgets_only():

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 from fedveil.errors import UserError
-from fedveil.privacy.events import Noise
+from fedveil.privacy.accountants import answer
+from fedveil.privacy.calibrate import calibrate
+from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.mechanisms import Gaussian, JointStaircase, Laplace, Staircase, TwoValued, mechanism
 from fedveil.privacy.vectors import vector_guarantee
 
@@ -208,3 +210,32 @@ def test_impossible_noise_names_the_option(noise, word):
 def test_noise_whose_square_vanishes_is_refused(name):
     with pytest.raises(UserError, match="noise-multiplier must be at least 1e-100"):
         vector_guarantee(Noise(name, 1e-320, "l1"))
+
+
+@pytest.mark.parametrize("nu", [None, 0.0, 0.3])
+@pytest.mark.parametrize(("width", "dimension"), [(1.0, 1), (1.0, 1000), (1000**-0.5, 1000)])
+@pytest.mark.parametrize("multiplier", [1e-90, 1e-12, 1e-6, 1e-3, 5e-3, 0.03])
+def test_staircase_noise_that_hardly_is_any_has_a_huge_epsilon_and_its_width_is_right_or_refused(
+    multiplier, width, dimension, nu
+):
+    noise = Noise("staircase", multiplier, dimension=dimension, nu=nu, width=width)
+    worth, law = vector_guarantee(noise), mechanism(noise)
+    for value in (law.variance, law.mean_abs):
+        if law.lam > 700:
+            with pytest.raises(UserError, match="hardly any"):
+                value()
+        else:
+            assert math.isfinite(value()) and value() > 0
+    found = worth.renyi(np.array([1.1, 2.0, 64.0]))
+    assert np.all(np.isfinite(found)) and np.all(np.diff(found) >= 0) and np.all(found <= worth.pure * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 100.0, 650.0, 1e4])
+def test_a_staircase_is_calibrated_also_where_hardly_any_noise_is_asked_for(epsilon):
+    assert calibrate(epsilon, 1e-5, mechanism="staircase").epsilon <= epsilon
+
+
+@pytest.mark.parametrize("multiplier", [1e-30, 1e-6, 1e-3])
+def test_sampled_gaussian_noise_that_hardly_is_any_has_a_huge_epsilon(multiplier):
+    event = Event(Noise("gaussian", multiplier), Sampling("poisson", 0.1))
+    assert answer([event], 1e-5, "rdp").epsilon > 1e4

@@ -28,6 +28,27 @@ def test_the_last_value_belongs_to_the_last_step_whatever_the_total(kind, total)
     assert parse(f"{kind}:15:4.85").value(0, 1) == 15
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["linear", "staircase", "exponential", "triangular-cyclic", "cosine-cyclic"]),
+    st.floats(0.5, 50),
+    st.floats(0.5, 50),
+    st.integers(2, 60),
+    st.none() | st.integers(1, 80),
+    st.integers(1, 8),
+)
+def test_end_points_are_kept_whatever_the_total_the_stairs_and_the_cycles(kind, one, other, total, every, cycles):
+    first, last = max(one, other), min(one, other)
+    floor = last if kind.endswith("cyclic") else None
+    values = Schedule(kind, first, last, every=every, cycles=cycles, floor=floor).values(total)
+    assert values[0] == first and values[-1] == pytest.approx(last, rel=1e-12)
+
+
+def test_a_stair_that_fits_into_the_run_keeps_its_length():
+    assert list(parse("staircase:15:5:every=10").values(11)) == [15.0] * 10 + [5.0]
+    assert list(parse("staircase:15:5:every=10").values(8)) == [15.0] * 7 + [5.0]
+
+
 def test_rates_and_end_points_describe_the_same_schedule():
     assert np.allclose(
         parse("linear:6:2").values(50), Schedule("linear", 6, rate=(1 - 2 / 6) / 49).values(50)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import UserError
-from fedveil.federation.config import make_config
+from fedveil.federation.config import load_config, make_config
 from fedveil.protect.catalogue import get
 from fedveil.studies import cells, runner, settings
 from fedveil.studies.index import catalogue, find
@@ -228,3 +228,48 @@ def test_p5s_runs_by_clients_and_rate_have_the_same_runs_without_noise():
         same = ("clients", "batch_size", "rounds", "local_steps", "cohort_size", "model")
         one, two = dict(cell.job.settings), dict(control.settings)
         assert [one.get(name) for name in same] == [two.get(name) for name in same]
+
+
+PLUMBING = ("name", "report", "checkpoint_every", "evaluate_every")  # of a study's runner, not of a setting
+
+
+@pytest.mark.parametrize(
+    ("name", "dataset", "more"),
+    [
+        ("udp-fl-mnist-gaussian", "mnist", {}),
+        ("udp-fl-medical-mnist", "medical_mnist", {}),
+        ("udp-fl-cifar10", "cifar10", settings.RESNET),
+        ("udp-fl-utkface", "utkface", {}),
+        ("udp-fl-wind", "wind", {"aggregate": "scaffold"}),
+    ],
+)
+def test_the_shipped_configurations_of_p5_are_the_settings_of_its_study(name, dataset, more):
+    def decisive(config):
+        return {key: value for key, value in config.model_dump().items() if key not in PLUMBING}
+
+    shipped = load_config(name)
+    given = {"recipe": "udp-fl-gaussian", "dataset": dataset, "target_epsilon": shipped.target_epsilon}
+    studied = make_config(given, {**settings.UDP[dataset], **more})
+    found, wanted = decisive(shipped), decisive(studied)
+    recipes = [one.built_recipe() for one in (shipped, studied)]
+    assert {**found, "protect": None} == {**wanted, "protect": None} and recipes[0] == recipes[1]
+
+
+@pytest.mark.parametrize(("dataset", "batch"), [("cifar10", 500), ("lfw", 22), ("location30", 100), ("mnist", 600)])
+def test_a_central_recipe_has_p2s_batch_and_one_client_for_whoever_names_the_dataset(dataset, batch):
+    config = load_config("dp-baseline", [f"dataset={dataset}"])
+    assert (config.batch_size, config.clients, config.cohort_size) == (batch, 1, None)
+    assert config.batch_size == settings.CENTRAL[dataset]["batch_size"]
+
+
+def test_the_reason_about_the_authors_scripts_names_what_anybody_can_check():
+    text = REASONS["literal-noise"]
+    for fact in ("multiplies its noise by 0", "has its clipping commented out", "the multiplier in both is 0.5"):
+        assert fact in text
+    assert "github.com/git-disl/Fed-CDP" in text and "learning rate" not in text
+
+
+def test_no_reason_blames_the_learning_rate():
+    """A rate is told where it is the authors' own, or a choice of ours that is told with what it was chosen on."""
+    told = {key for key, text in REASONS.items() if "learning rate" in text}
+    assert told == {"central-noise"} and "is that of the authors' published code" in REASONS["central-noise"]

@@ -62,6 +62,14 @@ Layers = Annotated[
 Nu = Annotated[
     float | None, typer.Option("--nu", help="Shape of the Staircase, 0 to 1. Default: the optimal one.")
 ]
+Width = Annotated[
+    float,
+    typer.Option(
+        "--width",
+        help="Step of i.i.d. Staircase noise over the clip bound (--clip-norm l2); 0: 1/sqrt(dimension), as in the recipe "
+        "udp-fl-staircase. Such steps need --accountant rdp.",
+    ),
+]
 Relation = Annotated[
     str | None,
     typer.Option(
@@ -109,6 +117,7 @@ def epsilon(
     clip_norm: Norm = "l2",
     dimension: Dimension = 1,
     nu: Nu = None,
+    width: Width = 1.0,
     relation: Relation = None,
     honest: Annotated[
         bool,
@@ -129,6 +138,8 @@ def epsilon(
 
     fedveil epsilon --mechanism laplace --noise-multiplier 2 --clip-norm l1 --dimension 1000
 
+    fedveil epsilon --mechanism staircase --noise-multiplier 2 --width 0 --dimension 1000 --accountant rdp
+
     fedveil epsilon --noise-multiplier 6 --sampling fixed --batch 5 --population 500 --steps 1000
     """
     from fedveil.privacy import accountants, checks
@@ -141,7 +152,8 @@ def epsilon(
     drawn = _sampling(sampling, sampling_rate, batch, population)
     neighbours, cost = _relation(relation, drawn), _cost(layers, clip_norm)
     cost *= 2 if neighbours == "replace-one" else 1
-    template = _event(mechanism, clip_norm, dimension, nu, drawn, neighbours)
+    step = _width(width, mechanism, clip_norm, dimension, cost)
+    template = _event(mechanism, clip_norm, dimension, nu, drawn, neighbours, step)
     given = _multipliers(noise_multiplier, schedule, steps)
     events = _events(template, [(multiplier / cost, n) for multiplier, n in given])
     names = list(accountants.ACCOUNTANTS) if accountant == "all" else [accountant]
@@ -199,6 +211,7 @@ def calibrate(
     clip_norm: Norm = "l2",
     dimension: Dimension = 1,
     nu: Nu = None,
+    width: Width = 1.0,
     relation: Relation = None,
     as_json: JsonFlag = False,
     plot: PlotOption = None,
@@ -228,8 +241,9 @@ def calibrate(
     drawn = _sampling(sampling, sampling_rate, batch, population)
     neighbours, cost = _relation(relation, drawn), _cost(layers, clip_norm)
     cost *= 2 if neighbours == "replace-one" else 1
+    step = _width(width, mechanism, clip_norm, dimension, cost)
     template = _event(
-        "gaussian" if mechanism == "all" else mechanism, clip_norm, dimension, nu, drawn, neighbours
+        "gaussian" if mechanism == "all" else mechanism, clip_norm, dimension, nu, drawn, neighbours, step
     )
     shared: dict[str, Any] = {
         "sampling": drawn, "norm": clip_norm, "dimension": dimension, "relation": neighbours, "accountant": accountant,
@@ -239,7 +253,7 @@ def calibrate(
         if mechanism == "all":
             raise UserError("--mechanism all: name one mechanism when --noise-multiplier asks for the steps.")
         most = solver.steps_within(
-            target, delta, multiplier=noise_multiplier / cost, mechanism=template.noise.mechanism, nu=nu, **shared
+            target, delta, multiplier=noise_multiplier / cost, mechanism=template.noise.mechanism, nu=nu, width=step, **shared
         )
         data = {"mechanism": mechanism, "steps": most, "noise_multiplier": noise_multiplier, "epsilon": target,
                 "delta": delta, "accountant": accountant}  # fmt: skip
@@ -249,7 +263,8 @@ def calibrate(
     if mechanism == "all":
         found = solver.compare_mechanisms(target, delta, mechanisms=CALIBRATED, steps=steps, **shared)
     else:
-        found = (solver.calibrate(target, delta, steps=steps, mechanism=template.noise.mechanism, nu=nu, **shared),)
+        named = template.noise.mechanism
+        found = (solver.calibrate(target, delta, steps=steps, mechanism=named, nu=nu, width=step, **shared),)
     rows = [_calibration(result, cost) for result in found]
     if file:
         _plot_calibrations(file, found, template, steps, delta)
@@ -480,8 +495,25 @@ def _cost(layers: int, norm: str) -> float:
     return Clip(kind="layer", norm=norm).joint(1.0, layers)  # type: ignore[arg-type]
 
 
+def _width(width: float, mechanism: str, norm: str, dimension: int, cost: float) -> float:
+    """The step of Staircase noise over the clip bound; 0 stands for 1 / sqrt(dimension)."""
+    from fedveil.privacy import checks
+    from fedveil.protect.law import Staircase
+
+    if width == 1:
+        return width
+    if width:
+        checks.positive("--width", width)
+    if mechanism != "staircase" or norm != "l2" or cost != 1:
+        raise UserError(
+            f"--width {width:g}: only i.i.d. Staircase noise under one L2 clip has steps of its own. Leave it out, or give "
+            "--mechanism staircase with --clip-norm l2, without --layers and replace-one neighbours."
+        )
+    return Staircase(width=width).width_of(checks.count("--dimension", dimension, 1))
+
+
 def _event(
-    mechanism: str, norm: str, dimension: int, nu: float | None, sampling: Sampling, relation: str
+    mechanism: str, norm: str, dimension: int, nu: float | None, sampling: Sampling, relation: str, width: float
 ) -> Event:
     """One step of multiplier 1, to be scaled."""
     from fedveil.privacy import checks
@@ -491,7 +523,7 @@ def _event(
     checks.count("--dimension", dimension, 1)
     if nu is not None:
         checks.unit_interval("--nu", nu)
-    noise = Noise(mechanism, 1.0, norm, dimension, nu)  # type: ignore[arg-type]
+    noise = Noise(mechanism, 1.0, norm, dimension, nu, width)  # type: ignore[arg-type]
     return Event(noise, sampling, relation)  # type: ignore[arg-type]
 
 

@@ -149,7 +149,8 @@ class RunConfig(BaseModel):
         None, gt=0, le=1, description="stop at this accuracy on the validation set"
     )
     fixed_variance: float | None = Field(
-        None, gt=0, description="noise deviation held constant: sigma = this / bound"
+        None, gt=0, description="a deviation, although it is called a variance: that of Gaussian noise on a sum, held constant "
+        "(sigma = this / bound)"
     )
     budget: Literal["sound", "nominal"] = Field(
         "sound",
@@ -467,11 +468,7 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
         )
-    if config.fixed_variance is not None and recipe.clip.rule.beside():
-        raise UserError(
-            "fixed_variance with clip.rule = quantile makes sigma depend on earlier releases, which no accountant here "
-            "composes: use one of the two"
-        )
+    _check_deviation(config, recipe)
     _check_budgets(config)
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
@@ -479,6 +476,30 @@ def check_config(config: RunConfig) -> None:
         raise UserError(
             f"aggregate = {recipe.aggregate.name} trains on public data at the server: set validation = 0.1 or more"
         )
+
+
+def _check_deviation(config: RunConfig, recipe: Recipe) -> None:
+    """A deviation is held where sigma times the bound is the noise's deviation, and nothing else chooses sigma."""
+    law, rule = recipe.law, recipe.clip.rule
+    if config.fixed_variance is None:
+        return
+    if law is None:
+        raise UserError("fixed_variance is the deviation of a noise, and this recipe adds none: leave it out, or use another one")
+    if law.deviation(*law.scale(1.0, 1.0, 1), 1) != 1.0:
+        why = f"sigma is not the deviation of {law.name} noise: set mechanism = gaussian, or set sigma"
+    elif not recipe.noise_on.once:
+        why = f"noise_on = {recipe.noise_on.name} widens the noise on the sum: set noise_on = sum, or set sigma"
+    elif not recipe.clip.bounded:
+        why = "without a clip sigma is the deviation itself: set sigma"
+    elif rule.beside():
+        why = f"clip.rule = {rule.name} makes sigma depend on earlier releases, which no accountant composes: use one of the two"
+    elif rule.rescales or rule.batch:
+        why = f"clip.rule = {rule.name} stretches the noise as the gradients go: set clip.rule = given, or set sigma"
+    elif config.calibrate or config.client_epsilons or (recipe.formula is not None and recipe.epsilon is not None):
+        why = "sigma is chosen by the budget (calibrate, client_epsilons, epsilon): use one of the two"
+    else:
+        return
+    raise UserError(f"fixed_variance holds the deviation of Gaussian noise on a sum. Here {why}")
 
 
 def _check_budgets(config: RunConfig) -> None:

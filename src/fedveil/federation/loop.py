@@ -39,6 +39,7 @@ from fedveil.federation.round import (
     model_weights,
     moment_of,
     noise_errors,
+    noised_of,
     plan_of,
     resilience,
     shuffled,
@@ -161,7 +162,35 @@ def _prepared(
     task = replace(task, setting=replace(task.setting, engine=engine))
     notes += _own_code(module, task.loss, engine)
     one_shot.tell(task)
-    return Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
+    prepared = Prepared(config, dataset, dealt, task, initial, engine, reason, notes, looked=looked)
+    _check_counted(prepared)
+    return prepared
+
+
+def _check_counted(prepared: Prepared) -> None:
+    """Refuse a nominal budget of which nothing is ever counted: it would stop no run."""
+    config, task = prepared.config, prepared.task
+    if config.budget != "nominal":
+        return
+    unit = unit_of(task.recipe)
+    first = release_of(prepared, moment_of(task, start(task, prepared.initial)), np.array([0]))
+    said = [(c.observer, c.unit, c.verdict) for _, group in first.groups for c in group]
+    if (config.observer, unit, "nominal") not in said:
+        raise UserError(
+            f"budget = nominal: recipe '{task.recipe.name}' has no nominal count for observer '{config.observer}' per {unit}, so "
+            f"target_epsilon = {config.target_epsilon:g} would never stop it; leave budget out, or use a recipe with a paper's "
+            "own count (such as fed-cdp) and observer = server"
+        )
+
+
+def _check_noise(prepared: Prepared) -> None:
+    """Noise too narrow to be drawn or counted, at either end of a schedule, is refused before anything is charged or written."""
+    task, size = prepared.task, prepared.partition.size(0)
+    for index in sorted({0, prepared.config.rounds - 1}):
+        now = moment_of(task, replace(start(task, prepared.initial), round=index))
+        release_of(prepared, now, np.array([0]))
+        for one in noised_of(task, now, 0, size) if task.recipe.private else ():
+            _ = one.deviation
 
 
 def _own_code(module: nn.Module, loss: str, engine: str) -> tuple[str, ...]:
@@ -453,6 +482,7 @@ def run(
         charge_in_vain(config, folder, vain)
         raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
     task = prepared.task
+    _check_noise(prepared)
     prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)

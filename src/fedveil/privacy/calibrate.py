@@ -12,7 +12,7 @@ from fedveil.jsons import JsonObject
 from fedveil.privacy import checks
 from fedveil.privacy.accountants import ACCOUNTANTS, Answer, answer
 from fedveil.privacy.events import Event, MechanismName, Noise, Relation, Sampling, Unit
-from fedveil.privacy.mechanisms import MECHANISMS, JointStaircase, Staircase, mechanism
+from fedveil.privacy.mechanisms import MECHANISMS, JointStaircase, Staircase, least_multiplier, mechanism
 
 CLOSE = 5e-4  # stop when the epsilon reached is within this share below the target
 
@@ -54,11 +54,12 @@ def calibrate(
     norm: Literal["l1", "l2"] = "l2",
     dimension: int = 1,
     nu: float | None = None,
+    width: float = 1.0,
     relation: Relation = "zero-out",
     unit: Unit = "example",
     accountant: str = "pld",
 ) -> Calibration:
-    """The smallest multiplier whose epsilon does not exceed `epsilon`, within 0.1% of it.
+    """The smallest multiplier whose epsilon does not exceed `epsilon`, within 0.1% of it. width: as in `events.Noise`.
 
     Formal guarantee: the returned epsilon is the accountant's answer for the returned multiplier, at most the
     target; its verdict is the accountant's.
@@ -69,14 +70,15 @@ def calibrate(
     checks.one_of("accountant", accountant, tuple(ACCOUNTANTS))
 
     def judge(multiplier: float) -> Answer:
-        noise = Noise(mechanism, multiplier, norm, dimension, nu)
+        noise = Noise(mechanism, multiplier, norm, dimension, nu, width)
         return answer([Event(noise, sampling, relation, unit, steps)], delta, accountant)
 
     rate = sampling.rate if sampling.kind == "poisson" else 1.0
     if sampling.kind == "fixed" and sampling.batch and sampling.population:
         rate = sampling.batch / sampling.population
-    multiplier, found = _solve(judge, epsilon, _guess(epsilon, delta, steps, rate), accountant)
-    return _calibration(Noise(mechanism, multiplier, norm, dimension, nu), found)
+    least = max(1e-9, least_multiplier(mechanism, width))
+    multiplier, found = _solve(judge, epsilon, max(_guess(epsilon, delta, steps, rate), least), accountant, least)
+    return _calibration(Noise(mechanism, multiplier, norm, dimension, nu, width), found)
 
 
 def _calibration(noise: Noise, found: Answer) -> Calibration:
@@ -99,9 +101,9 @@ def _guess(epsilon: float, delta: float, steps: int, rate: float) -> float:
 
 
 def _solve(
-    judge: Callable[[float], Answer], target: float, start: float, accountant: str
+    judge: Callable[[float], Answer], target: float, start: float, accountant: str, least: float
 ) -> tuple[float, Answer]:
-    """Root of a decreasing function, approached from the safe (noisier) side, in logarithms."""
+    """Root of a decreasing function, approached from the safe (noisier) side, in logarithms, and not below `least`."""
 
     def look(multiplier: float) -> Answer:
         found = judge(multiplier)
@@ -127,9 +129,9 @@ def _solve(
     factor = 1.3
     while value(bold) <= 0:
         high, safe = low, bold
-        low, factor = low / factor, factor * 1.5
-        if low < 1e-9:
+        if high <= least:
             return high, safe  # practically no noise is needed
+        low, factor = max(low / factor, least), factor * 1.5
         bold = look(low)
     for turn in range(80):
         if value(safe) >= -CLOSE:
@@ -180,12 +182,13 @@ def steps_within(
     norm: Literal["l1", "l2"] = "l2",
     dimension: int = 1,
     nu: float | None = None,
+    width: float = 1.0,
     relation: Relation = "zero-out",
     accountant: str = "pld",
 ) -> int:
     """The largest number of steps that stays within the budget (0 if one step already exceeds it)."""
     epsilon, delta = _target(epsilon, delta)
-    noise = Noise(mechanism, multiplier, norm, dimension, nu)
+    noise = Noise(mechanism, multiplier, norm, dimension, nu, width)
 
     def fits(steps: int) -> bool:
         found = answer([Event(noise, sampling, relation, steps=steps)], delta, accountant)

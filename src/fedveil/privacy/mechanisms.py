@@ -137,6 +137,9 @@ def laplace_renyi(orders: Array, shift: float) -> Array:
     return np.where(rise < 1, small, large) / (orders - 1)
 
 
+MOST_LAMBDA = 700.0  # of Staircase noise: beyond, e^-lambda and its inverse are no numbers any more
+
+
 def best_nu(lam: float) -> float:
     """The shape that minimises the mean absolute value of scalar Staircase noise."""
     return float(special.expit(-lam / 2))
@@ -160,6 +163,11 @@ class Staircase:
     @property
     def peak(self) -> float:
         """Density at 0 times `bound`."""
+        if self.lam > MOST_LAMBDA * (1 + 1e-9):
+            raise UserError(
+                f"Staircase noise of lambda = {self.lam:g} is hardly any: lambda, a step's width over sigma, is the epsilon of "
+                f"one coordinate in one step, and at most {MOST_LAMBDA:g} can be computed with. Give more noise (a larger sigma)."
+            )
         b = math.exp(-self.lam)
         return -math.expm1(-self.lam) / (2 * (self.shape + b * (1 - self.shape)))
 
@@ -188,7 +196,10 @@ class Staircase:
         return float(self._renyi_far(np.array([order]), shift)[0])
 
     def top_mass(self, shift: float) -> float:
-        """P(loss = lam) for a shift (in units of `bound`) of at most 1: concave and increasing in `shift`."""
+        """P(loss = lam) for a shift (in units of `bound`) of at most 1: concave and increasing in `shift`. Where it cannot be
+        computed, that of randomised response, which no lam-DP mechanism exceeds."""
+        if self.lam > MOST_LAMBDA:
+            return float(special.expit(self.lam)) if shift > 0 else 0.0
         tail = shift * math.exp(-self.lam) / -math.expm1(-self.lam)
         return self.peak * (tail + min(shift, 2 * self.shape))
 
@@ -410,6 +421,11 @@ Mechanism = Gaussian | Laplace | Staircase | JointStaircase | TwoValued
 
 
 SMALLEST_MULTIPLIER = 1e-100  # far below any use; its square and the square of its inverse are still numbers
+
+
+def least_multiplier(name: MechanismName, width: float = 1.0) -> float:
+    """The smallest multiplier whose noise can be described."""
+    return width / MOST_LAMBDA if name == "staircase" else SMALLEST_MULTIPLIER
 
 
 def check_noise(noise: Noise) -> None:

@@ -16,6 +16,7 @@ _LARGE = (*range(11, 64), *range(64, 129, 8), *range(160, 257, 32), *range(320, 
 TODAY = (*(1 + x / 10 for x in range(1, 100)), *map(float, _LARGE))
 _WITHOUT_REPLACEMENT = (*range(2, 21), *range(22, 63, 2), 80, 128, 512, 1024)
 _QUARTERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5)
+NARROW = 1e-2  # multipliers of Gaussian noise up to which broken orders are interpolated: a grid as fine as that has no end
 MOMENTS = (*_QUARTERS, *map(float, range(5, 64)), 128.0, 256.0, 512.0)  # TensorFlow Privacy's grid
 
 
@@ -37,7 +38,7 @@ def poisson(noise: Noise, rate: float, orders: tuple[float, ...]) -> Array:
     whole = np.unique(np.concatenate([np.floor(wanted), np.ceil(wanted)])).astype(int)
     logs = _integer_log_moments(noise, rate, [int(a) for a in whole])
     result = np.array([np.interp(a, whole, logs) for a in wanted])
-    if noise.mechanism == "gaussian":
+    if noise.mechanism == "gaussian" and noise.multiplier > NARROW:
         broken = wanted != np.floor(wanted)
         result[broken] = [_gaussian_log_moment(noise.multiplier, rate, a) for a in wanted[broken]]
     found: np.ndarray = result / (wanted - 1)

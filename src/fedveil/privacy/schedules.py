@@ -1,8 +1,9 @@
 """How sigma or the clip bound moves over a run: data-independent, positive, known in advance.
 
-A schedule given by end points has its last value in the last step, t = total - 1, whatever the total; the peaks of a triangular
-cycle fall to it, and the last step has it where the floor is no lower. One given by a rate loses that share of `first` per step
-(or per stair, or per cycle). Steps are rounds or local iterations (`by`).
+A schedule given by end points has its last value in the last step, t = total - 1, whatever the total above 1 (a single step has
+the first); the peaks of a triangular cycle fall to it, and the last step has it where the floor is no lower. So a run too short
+for a second stair or cycle gets a shorter first one. One given by a rate loses that share of `first` per step (or per stair, or
+per cycle). Steps are rounds or local iterations (`by`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Schedule:
             return self.first
         if self.kind == "learning-rate":
             raise UserError(
-                "A schedule 'learning-rate' follows a run's learning rate and has no values without one."
+                "A schedule 'learning-rate' is for the clip bound of a run, whose learning rate it follows: it has no values of "
+                "its own. Give them, e.g. linear:6:2."
             )
         steps = max(total - 1, 1)
         if self.kind == "linear":
@@ -106,8 +108,8 @@ class Schedule:
             every = self.every or max(1, math.ceil(total / 10))
             if self.rate is not None:
                 return self.first * (1 - self.rate * (t // every))
-            stairs = max((total - 1) // every, 1)
-            return self.first + (last - self.first) * (t // every) / stairs
+            every = min(every, steps)  # no stair is as long as the run: its end would never come
+            return self.first + (last - self.first) * (t // every) / (steps // every)
         if self.kind == "exponential":
             if self.rate is not None:
                 return self.first * math.exp(-self.rate * t)
@@ -119,8 +121,10 @@ class Schedule:
             period = math.ceil(total / self.cycles)
             return self.first / 2 * (math.cos(math.pi * (t % period) / period) + 1)
         half = self.every or max(1, math.ceil(total / (2 * self.cycles)))
+        if self.last is not None:
+            half = min(half, max(1, steps // 2))  # as with stairs: the last step begins a cycle of its own, or comes later
         cycle = t // (2 * half)
-        peak = self.first + (last - self.first) * cycle / max((total - 1) // (2 * half), 1)
+        peak = self.first + (last - self.first) * cycle / max(steps // (2 * half), 1)
         if self.rate is not None:
             peak = self.first * max(1 - self.rate * cycle, 0.0)
         bottom = min(self.floor or 0.0, peak)

@@ -259,7 +259,7 @@ def joint_staircase(
         if float(abs(x[count])) >= exponent:
             made: np.ndarray = x[:count] * _F(1 / lam)
             return made
-    raise RuntimeError("joint staircase noise: no attempt accepted; lambda is too large for rejection")
+    raise UserError(f"joint staircase noise: no attempt was accepted; lambda = {lam:g} is too large, set a larger sigma")
 
 
 def snap(total: np.ndarray, grid: float) -> np.ndarray:

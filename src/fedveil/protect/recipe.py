@@ -111,6 +111,7 @@ def refusal(recipe: Recipe) -> str:
     r = recipe
     found = [
         _place_and_law(r),
+        _clocks(r),
         r.place.refusal(r),
         r.clip.refusal(),
         r.noise_on.refusal(r.law),
@@ -133,6 +134,15 @@ def _place_and_law(r: Recipe) -> str:
     unbounded_is_the_method = isinstance(r.place, AtClient) and r.place.unbounded
     if r.law is not None and not r.clip.bounded and not unbounded_is_the_method:
         return "noise without a clip protects nothing: set clip.kind = flat or layer"
+    return ""
+
+
+def _clocks(r: Recipe) -> str:
+    if r.sigma.kind == "learning-rate":
+        return (
+            f"sigma = {as_text(r.sigma)}: only a clip bound can follow the learning rate (clip.bound = learning-rate:…); give "
+            "sigma's own values, e.g. linear:6:2"
+        )
     return ""
 
 

@@ -268,7 +268,7 @@ async function showCalculator(now) {
   const wanted = h("input", { id: "wanted", value: "1", inputmode: "decimal", autocomplete: "off" });
   const find = h("button", { type: "button", id: "find" }, "Find σ");
   const form = h("form", { class: "calc panel", "aria-label": "ε calculator" },
-    pick("mechanism", "Mechanism", "kind of noise", [["gaussian", "Gaussian"], ["laplace", "Laplace"], ["staircase", "Staircase"], ["joint-staircase", "Joint staircase"]]),
+    pick("mechanism", "Mechanism", "kind of noise", [["gaussian", "Gaussian"], ["laplace", "Laplace"], ["staircase", "Staircase (steps of the bound)"], ["joint-staircase", "Joint staircase"]]),
     field("sigma", "σ", "noise scale over clip bound; larger hides more", {}, "6"),
     field("rate", "q", "chance that a record is in a step (1: always)", {}, "0.01"),
     field("steps", "Steps", "number of noisy releases", { inputmode: "numeric" }, "10000"),
