@@ -168,6 +168,13 @@ def test_a_node_speaks_of_the_engine_that_its_own_mechanism_takes(tmp_path: Path
         assert any("not proven" in reason for reason in said) == (client % 2 == 1), said
 
 
+def test_noise_too_narrow_to_be_drawn_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = config_of("udp-fl-staircase", protect={"sigma": "linear:3:1e-6"})
+    with pytest.raises(UserError, match="lambda"):
+        federate(tmp_path, config)
+    assert not (tmp_path / "run" / "run.json").exists() and not list(tmp_path.glob("n*/ledger*"))
+
+
 def test_each_node_pays_in_its_own_ledger_before_it_replies(tmp_path: Path) -> None:
     seen = []
 

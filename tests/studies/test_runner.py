@@ -255,6 +255,16 @@ def test_the_command_prints_one_json_document(tmp_path):
     assert shown.exit_code == 0 and len(data["rows"]) == 30 and all(row["matches"] for row in data["rows"])
 
 
+def test_the_command_ends_with_the_jobs_that_could_not_be_run(tmp_path, monkeypatch):
+    def missing(job, seed, folder):
+        raise UserError("Dataset 'x' is not there")
+
+    monkeypatch.setattr("fedveil.studies.index.find", lambda table: entry())
+    monkeypatch.setattr(jobs, "_train", missing)
+    shown = call("p9-table1", "--scale", "paper", "--workers", "1", "--out", str(tmp_path))
+    assert shown.exit_code == 0 and "1 of 3 jobs could not be run: Dataset 'x' is not there" in shown.stderr
+
+
 def test_the_list_as_json_has_times_for_both_scales():
     data = json.loads(call("--list", "--json").stdout)
     found = next(item for item in data if item["id"] == "p1-table2")

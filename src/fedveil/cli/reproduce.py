@@ -104,6 +104,8 @@ def reproduce(
         "picture": None if picture is None else str(picture),
     }  # fmt: skip
     emit(data, as_json, lambda: _show(entry, rows, page))
+    for reason, count in runner.not_run(chosen, done).items():
+        print(f"{count} of {len(chosen.runs)} jobs could not be run: {reason}", file=sys.stderr)
 
 
 def _counts(text: str) -> dict[str, int]:

@@ -183,7 +183,7 @@ def _check_counted(prepared: Prepared) -> None:
         )
 
 
-def _check_noise(prepared: Prepared) -> None:
+def check_noise(prepared: Prepared) -> None:
     """Noise too narrow to be drawn or counted, at either end of a schedule, is refused before anything is charged or written."""
     task, size = prepared.task, prepared.partition.size(0)
     for index in sorted({0, prepared.config.rounds - 1}):
@@ -482,7 +482,7 @@ def run(
         charge_in_vain(config, folder, vain)
         raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
     task = prepared.task
-    _check_noise(prepared)
+    check_noise(prepared)
     prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)

@@ -347,6 +347,7 @@ def prepare(
     copies = config.clients if shared else 1  # nodes with data of their own are taken at their word: disjoint
     dealt = Partition("nodes", config.clients, copies, sum(sizes), nobody, lambda client: sizes[client])
     prepared = loop.prepare(config, dataset, dealt=dealt, root=root)
+    loop.check_noise(prepared)
     return replace(
         prepared, engine="flower", engine_reason="Engine: Flower; each node trains its own client."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -254,6 +255,12 @@ def _forget_runs(chosen: Plan, folder: Path) -> None:
             place = folder / "runs" / key_of(one, seed) if one is not None else None
             if place is not None and (place / "run.json").exists():
                 shutil.rmtree(place)
+
+
+def not_run(chosen: Plan, done: Mapping[str, JsonObject]) -> Counter[str]:
+    """How many of the plan's jobs could not be run, by reason."""
+    lines = (done.get(key_of(job, seed), {}) for job, seed in chosen.runs)
+    return Counter(line["failed"] for line in lines if "failed" in line)
 
 
 def describe(job: Job) -> str:
