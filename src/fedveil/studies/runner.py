@@ -260,7 +260,7 @@ def _forget_runs(chosen: Plan, folder: Path) -> None:
 def not_run(chosen: Plan, done: Mapping[str, JsonObject]) -> Counter[str]:
     """How many of the plan's jobs could not be run, by reason."""
     lines = (done.get(key_of(job, seed), {}) for job, seed in chosen.runs)
-    return Counter(line["failed"] for line in lines if "failed" in line)
+    return Counter(str(line["failed"]) for line in lines if "failed" in line)
 
 
 def describe(job: Job) -> str:
