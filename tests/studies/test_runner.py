@@ -14,7 +14,7 @@ from fedveil.federation.store import open_run
 from fedveil.protect.catalogue import get
 from fedveil.protect.recipe import with_changes
 from fedveil.studies import jobs, render, runner, settings
-from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Time, Train, changes, key_of, only
+from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Inference, Time, Train, changes, key_of, only
 from fedveil.studies.index import find
 from fedveil.training import pool
 
@@ -292,6 +292,15 @@ def test_a_wrong_id_ends_with_exit_code_two():
         check=False,
     )
     assert done.returncode == 2 and "Did you mean 'p3-table6'" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, 2000), (4000, 2000), (1000, 1000)])
+def test_a_smaller_membership_attack_never_has_more_training_rows_and_keeps_the_sampling_rate(limit, left):
+    train = Train("non-private", "cifar10", changes(batch_size=(limit or 40000) // 10, **({"limit": limit} if limit else {})))
+    small, said = settings.shrink(Inference("membership", train), 1)
+    chosen = dict(small.train.settings)
+    assert (chosen["limit"], chosen["batch_size"], small.shadows) == (left, left // 10, 4)
+    assert ("training rows" in said) == (limit != 1000)
 
 
 def test_fewer_victims_on_request_and_said_so():

@@ -163,7 +163,8 @@ def seconds(job: Job) -> float:
         if job.kind in ("decoder", "outputs"):
             return _START + one + 0.012 * job.pool
         # canary queries: 30 gradient steps on every record of the pool through every shadow
-        return _START + (job.shadows + 1) * one + 10 + 0.04 * job.shadows * job.pool
+        query = 0.002 if dict(job.train.settings).get("model") == "logistic" else 0.04
+        return _START + (job.shadows + 1) * one + 10 + query * job.shadows * job.pool
     if isinstance(job, Time):
         s = dict(job.settings)
         model = s.get("model", "papers-cnn")
@@ -239,11 +240,14 @@ def _shrink_inference(job: Inference) -> tuple[Inference, str]:
         return job, ""
     if job.kind in ("decoder", "outputs"):
         return replace(job, pool=1000, victims=32), f"the attacker's own rows {job.pool} → 1000, victims {job.victims} → 32"
-    rows = 2000
-    share = rows / _TRAIN_ROWS[job.train.dataset]  # the sampling rate stays as it is
+    fewer = replace(job, shadows=min(job.shadows, 4))
+    shadows = f"shadow models {job.shadows} → {fewer.shadows}"
+    had, rows = dict(job.train.settings).get("limit", _TRAIN_ROWS[job.train.dataset]), 2000
+    if had <= rows:
+        return fewer, shadows
+    share = rows / had  # the sampling rate stays as it is
     inner = with_settings(job.train, limit=rows, batch_size=max(1, round(dict(job.train.settings)["batch_size"] * share)))
-    small = replace(job, train=inner, shadows=min(job.shadows, 4), pool=200, victims=32)
-    shadows = f"shadow models {job.shadows} → {small.shadows}"
+    small = replace(fewer, train=inner, pool=200, victims=32)
     return small, f"training rows → {rows}, {shadows}, attacked rows {job.pool} → {small.pool}"
 
 
