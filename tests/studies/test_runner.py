@@ -170,6 +170,16 @@ def test_rounds_to_a_target_and_its_epsilon():
     assert spent == pytest.approx(jobs.execute(Epsilon("zcdp", 200), 0, None)["epsilon"])
 
 
+def test_the_standardised_error_of_an_attack_fits_the_prints_own_pair_of_error_and_signal_to_noise():
+    """P5 VII prints MSE and PSNR of the same images: their range is that of 0 to 1 over CIFAR-10's deviation."""
+    job = Attack("non-private", "cifar10")
+    printed_mse, printed_psnr = 1.7104, 9.79
+    result = {"dataset": "cifar10", "mse": 10 ** (-printed_psnr / 10), "controls": {"black": {"mse": 0.0628, "psnr": 12.0}}}
+    assert jobs.measure("mse_standard", result, job, job) == pytest.approx(printed_mse, rel=0.03)
+    assert jobs.measure("black_image_mse_standard", result, job, job) == pytest.approx(1.0, rel=0.01)
+    assert jobs.measure("black_image_psnr", result, job, job) == 12.0
+
+
 def test_a_timing_is_taken_in_turns_with_the_same_steps_without_protection(monkeypatch):
     """A clock that a protected round moves by 3 a step and a plain one by 1: the ratio is 3, whatever else happens once."""
     clock, turns = [0.0], []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedveil.data.constants import PIXEL_STATISTICS
 from fedveil.errors import UserError
 from fedveil.jsons import Document
 from fedveil.privacy import formulas, papers, renyi, schedules
@@ -296,6 +297,12 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
         low, high = result["value_range"]
         error: float = result[name.removesuffix("_inputs")]
         return error * (high - low) ** (2 if "mse" in name else 1)
+    control, _, rest = name.partition("_image_")  # what the mean or the black image has, without any attack
+    if rest:
+        return measure(rest, {**result, **result["controls"][control]}, job, printed)
+    if name.endswith("_standard"):  # squared error of pixels in [0, 1] in units of the dataset's published variances
+        deviations = np.array(PIXEL_STATISTICS[result["dataset"]][1])
+        return float(result[name.removesuffix("_standard")] / (deviations**2).mean())
     if name == "mse_unclamped":  # the median of squares is the square of the median
         return float(result["rmse_unclamped"]) ** 2
     if "." in name:  # membership: method.figure

@@ -71,7 +71,7 @@ def udp(recipe: str, dataset: str, epsilon: float | None, **more: object) -> Tra
 def planned(name: str, epsilon: int | None, features: str = "public", rows: int | None = None) -> Train:
     """CIFAR-10 with a mechanism and the planner's features; None is plain averaging. rows: training rows, if not all."""
     recipe = MECHANISMS[name] if epsilon else "non-private"
-    few: dict[str, Any] = {} if rows is None else {"limit": rows, "batch_size": rows // 10}
+    few: dict[str, int] = {} if rows is None else {"limit": rows, "batch_size": rows // 10}
     return Train(recipe, "cifar10", changes(settings.planned(epsilon, features) | few))
 
 
@@ -153,11 +153,12 @@ def _table7() -> list[Cell]:
                          changes(calibrate=True, target_epsilon=float(e), clients=20, rounds=300, **{"clip.bound": 0.01}),
                          "papers-cnn")  # fmt: skip
             rows.append((f"{name}, ε={e}", job, numbers))
+    heads, measures = ("MSE, standardised", "PSNR", "SSIM"), ("mse_standard", "psnr", "ssim")
     for row, job, numbers in rows:
-        for heading, measure, paper in zip(
-            ("MSE", "PSNR", "SSIM"), ("mse", "psnr", "ssim"), numbers, strict=True
-        ):
-            cells.append(Cell(row, heading, paper, job, measure, ("range-pixels",), 4))
+        cells += [Cell(row, h, paper, job, m, ("standard-pixels",), 4)
+                  for h, m, paper in zip(heads, measures, numbers, strict=True)]  # fmt: skip
+    cells += [Cell(f"control: the {image} image", h, None, plain, f"{image}_image_{m}", ("no-attack",), 4)
+              for image in ("mean", "black") for h, m in zip(heads, measures, strict=True)]  # fmt: skip
     return cells
 
 

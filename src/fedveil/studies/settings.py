@@ -155,7 +155,7 @@ def seconds(job: Job) -> float:
     if isinstance(job, Attack):
         compiled = job.model == "cpl-lenet"
         each = 0.9e-3 if job.dataset in _COLOUR else 0.4e-3  # an iteration on one image
-        return _START + job.victims * job.batch * each * (1 if compiled else 12) * (job.iterations or 2400)
+        return _START + job.victims * job.batch * each * (1 if compiled else 1.2) * (job.iterations or 2400)
     if isinstance(job, Inference):
         one = seconds(job.train) - _START
         if job.kind == "attribute":
