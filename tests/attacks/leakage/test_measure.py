@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 import fedveil.attacks.leakage.measure as measure_module
+import fedveil.attacks.leakage.search as search_module
 from fedveil.attacks.leakage.measure import measure, victims_of
 from fedveil.attacks.leakage.objective import predictor
 from fedveil.errors import UserError
@@ -39,6 +40,21 @@ def test_type2_victims_belong_to_their_gradients():
         torch.testing.assert_close(
             found.leak.values[v], naive(made, found.images[v], found.labels[v]), rtol=1e-3, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("method", ["cpl", "veil"])
+def test_an_error_without_clamping_is_that_of_the_images_as_the_search_left_them(monkeypatch, method):
+    left = []
+    real = search_module._best_of
+    monkeypatch.setattr(search_module, "_best_of", lambda *a, **k: left.append(real(*a, **k)) or left[-1])
+    made, state = prepared("fed-cdp-example", {"sigma": 6.0})
+    outcome = measure(made, state, method=method, victims=5, seed=1, iterations=20)
+    [(images, *_)] = left
+    own = np.median([np.sqrt(((outcome.truth[v] - images[v].numpy()) ** 2).mean()) for v in range(5)])
+    assert outcome.figures["rmse_unclamped"] == pytest.approx(own, rel=1e-6)
+    assert outcome.guess.min() >= 0 and outcome.guess.max() <= 1
+    if method == "cpl":  # the other keeps its pixels in their box by itself
+        assert own > 1 > outcome.figures["rmse"]
 
 
 def test_an_update_of_one_step_is_the_batch_gradient():

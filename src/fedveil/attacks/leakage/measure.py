@@ -185,7 +185,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One attacked recipe: figures for the report, and images for the gallery."""
+    """One attacked recipe: figures for the report, and images (in the pixel range) for the gallery."""
 
     figures: JsonObject
     truth: np.ndarray
@@ -248,7 +248,8 @@ def measure(
         "local_steps": None if tap == "type2" else task.setting.steps,
         "noise_scale": found.leak.layer_noise[0],
     }
-    return Outcome(figures, found.images, guess, watcher.pictures)
+    shown = metrics.clamp(guess, pixel_range).astype(guess.dtype)
+    return Outcome(figures, found.images, shown, watcher.pictures)
 
 
 def _matched(

@@ -50,7 +50,7 @@ HISTORY_FLOATS = 60_000_000  # memory for L-BFGS histories of one group of rows
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Images [V, n, ...] in the pixel range, labels [V, n]; matching loss, iterations, failures [V]."""
+    """Images [V, n, ...] as the search left them, labels [V, n]; matching loss, iterations, failures [V]."""
 
     method: str
     images: Tensor
@@ -221,7 +221,7 @@ def attack(
     )  # fmt: skip
     best, best_labels, best_loss, spent = _best_of(problem, _tries(method, restarts), budget, rng, watch, healthy, n)
     return Reconstruction(
-        method, best.clamp(*pixel_range), best_labels, best_loss, spent, ~torch.isfinite(best_loss),
+        method, best, best_labels, best_loss, spent, ~torch.isfinite(best_loss),
         time.process_time() - begin, "unroll" if unroll else "gradient",
     )  # fmt: skip
 
