@@ -59,7 +59,12 @@ HIGH, LOW = Check("a", "decay", ">", 0.3), Check("a", "decay", "<", 0.3)
         ([replace(LOW, reading="x"), replace(LOW, reading="y")], "does not hold"),
         ([LOW, replace(HIGH, reading="x"), replace(LOW, reading="y")], "does not hold"),  # what both need fails in both
         ([replace(HIGH, reading="x"), Check("b", "lfw", ">", 0.1, reading="y")], "holds in one of two readings"),
+        (
+            [replace(HIGH, reading="x"), Check("b", "lfw", ">", 0.1, reading="x"), replace(LOW, reading="y")],
+            "holds in one of two readings, as far as it was run",
+        ),
         ([replace(HIGH, given=LOW)], "cannot be judged here"),
+        ([replace(HIGH, given=replace(HIGH, given=LOW))], "cannot be judged here"),
         ([replace(HIGH, given=HIGH)], "holds"),
         ([replace(HIGH, given=Check("b", "lfw", ">", 0.1))], "cannot be judged here"),
     ],
@@ -104,6 +109,26 @@ def test_a_place_may_be_held_to_a_share_of_another():
     rows = [row("one", "x", 0.42), row("two", "x", 0.8)]
     assert judge([Check("a", "=one", "<", "=two", times=0.5)], rows).word == "does not hold"
     assert judge([Check("a", "=one", "<", "=two", times=0.53)], rows).word == "holds"
+
+
+def test_a_gap_is_compared_with_a_gap_and_all_four_places_have_their_spread():
+    """By hand: 0.95 - 0.90 = 0.05 is below 0.95 - 0.80 = 0.15 by 0.1; the error of the four is sqrt(4 s² / 3)."""
+    check = Check("a", "=plain & few", "<", "=plain & many", seeds=True, left_minus="=noised & few", right_minus="=noised & many")
+
+    def said(s, seeds=3, noised=(0.90, 0.80)):
+        rows = [row("plain", column, 0.95, s, seeds) for column in ("few", "many")]
+        rows += [row("noised", column, v, s, seeds) for column, v in zip(("few", "many"), noised, strict=True)]
+        return judge([check], rows).word
+
+    edge = 0.05 * (3 / 4) ** 0.5
+    assert said(0.99 * edge) == "holds" and said(1.01 * edge) == said(None, 1) == "cannot be judged here"
+    assert said(0.01, noised=(0.80, 0.90)) == "does not hold"
+    assert judge([check], [row("plain", "few", 0.95), row("plain", "many", 0.95)]).word == "cannot be judged here"
+
+
+def chain(check):
+    """A check and whatever must come out first."""
+    return [] if check is None else [check, *chain(check.given)]
 
 
 def test_every_figure_with_cells_is_judged_by_cells_that_it_has():

@@ -11,7 +11,8 @@ import numpy as np
 from fedveil.studies.cells import Row
 
 Word = Literal[
-    "holds", "holds as far as it was run", "holds in one of two readings", "does not hold", "cannot be judged here"
+    "holds", "holds as far as it was run", "holds in one of two readings", "holds in one of two readings, as far as it was run",
+    "does not hold", "cannot be judged here",
 ]  # fmt: skip
 
 
@@ -21,7 +22,8 @@ class Check:
 
     A place is words joined by " & " that must all be in the cell's row or column (without regard to case); "=word" must
     be the whole row or the whole column, "!word" must be in neither. "~": equal within the margin; "<" and ">": by more
-    than the margin. times: of what is on the right. reading: the one of the paper's readings that it is about; "" for all.
+    than the margin. times: of what is on the right. minus: a place whose mean is taken off the left or the right one.
+    reading: the one of the paper's readings that it is about; "" for all.
     given: what must come out for this to be judged at all. seeds: "<" and ">" count only beyond twice the standard error of
     the difference, else nothing is judged; "~" fails only if that much more than the margin is between them.
     """
@@ -35,6 +37,14 @@ class Check:
     given: Check | None = None
     seeds: bool = False
     times: float = 1.0
+    left_minus: str = ""
+    right_minus: str = ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it takes its numbers from."""
+        named = (self.left, self.left_minus, self.right, self.right_minus)
+        return tuple(place for place in named if isinstance(place, str) and place)
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,11 @@ def judge(checks: Sequence[Check], rows: Sequence[Row]) -> Verdict:
     reasons = tuple(f"{check.reading}: {text}" if check.reading else text for check, (_, text) in found.items())
     readings = list(dict.fromkeys(check.reading for check in checks if check.reading)) or [""]
     words = [_word([came for check, (came, _) in found.items() if check.reading in ("", one)]) for one in readings]
-    held = [word.startswith("holds") for word in words]
-    if any(held) and not all(held):
-        return Verdict("holds in one of two readings", reasons)
+    held = [word for word in words if word.startswith("holds")]
+    if held and len(held) < len(words):
+        whole = "holds" in held
+        word: Word = "holds in one of two readings" if whole else "holds in one of two readings, as far as it was run"
+        return Verdict(word, reasons)
     order: tuple[Word, ...] = ("does not hold", "cannot be judged here", "holds as far as it was run", "holds")
     return Verdict(min(words, key=order.index), reasons)
 
@@ -70,8 +82,8 @@ def _one(check: Check, rows: Sequence[Row]) -> tuple[bool | None, str]:
         first, text = _one(check.given, rows)
         if not first:
             return None, f"{check.says}: cannot be judged, for {text}"
-    left = mean_of(check.left, rows)
-    right = mean_of(check.right, rows) if isinstance(check.right, str) else check.right
+    left = _less(mean_of(check.left, rows), check.left_minus, rows)
+    right = _less(mean_of(check.right, rows) if isinstance(check.right, str) else check.right, check.right_minus, rows)
     if left is None or right is None:
         return None, f"{check.says}: no number"
     right *= check.times
@@ -82,7 +94,7 @@ def _one(check: Check, rows: Sequence[Row]) -> tuple[bool | None, str]:
     elif check.margin:
         about += f", by {check.margin:g}" if check.margin > 0 else f" or no further off than {-check.margin:g}"
     if check.seeds:
-        errors = [_error(place, rows) for place in (check.left, check.right) if isinstance(place, str)]
+        errors = [_error(place, rows) for place in check.places]
         spread = 2 * sum(e**2 for e in errors if e is not None) ** 0.5
         apart = abs(left - right) if check.relation != "~" else abs(left - right) - check.margin
         if (None in errors or apart <= spread) and not (check.relation == "~" and apart <= 0):
@@ -94,6 +106,12 @@ def _one(check: Check, rows: Sequence[Row]) -> tuple[bool | None, str]:
         "~": abs(left - right) <= check.margin,
     }[check.relation]
     return came, f"{check.says}: {'yes' if came else 'no'} ({left:.3f}, should be {about})"
+
+
+def _less(value: float | None, minus: str, rows: Sequence[Row]) -> float | None:
+    """A number without the mean of another place."""
+    taken = mean_of(minus, rows) if minus else 0.0
+    return None if value is None or taken is None else value - taken
 
 
 def _error(place: str, rows: Sequence[Row]) -> float | None:
