@@ -323,8 +323,7 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document])
         why = ("not finished", *why)
     why = (*_ended_early(planned.job, seeds, done), *why)
     timed = cell.measure.partition(":")[0] in TIMES
-    comparable = ours is not None and isinstance(cell.paper, int | float) and not timed
-    difference = ours - cell.paper if comparable else None  # type: ignore[operator]
+    difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) and not timed else None
     # One unit of the last printed digit: the tables round now up, now down.
     matches = (
         None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
