@@ -107,6 +107,9 @@ def _agreement(text: str) -> str:
     values = re.search(r"statement is (?:compared|judged at the end)\. (\d+ of \d+ values)", text)
     if values:
         return f"statement only, {values[1]}"
+    times = re.search(r"^Times of other hardware are not compared(?:, ratios are: (\d+ of \d+))?", text, re.M)
+    if times:
+        return f"times are not compared; {times[1]} ratios agree" if times[1] else "times are not compared"
     found = re.search(r"^(\d+ of \d+) compared .*?(?:; (\d+) of \d+ have no number of ours)?\.$", text, re.M)
     assert found is not None
     near, without = _near(text), f"; {found[2]} without a number" if found[2] else ""

@@ -10,8 +10,9 @@ from fedveil.federation.config import load_config
 from fedveil.federation.loop import play_round, prepare
 from fedveil.federation.round import start
 from fedveil.protect import adaclip
-from fedveil.studies import cells, runner
+from fedveil.studies import build, cells, jobs, runner
 from fedveil.studies.index import catalogue
+from fedveil.studies.reasons import REASONS
 
 KEPT = runner.finished(Path(__file__).parents[2] / "docs" / "reproduction")
 
@@ -55,6 +56,22 @@ def gradients(prepared, state, _bound):
     x, y = torch.as_tensor(data.x[:300]), torch.as_tensor(data.y[:300]).long()
     each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(values, x, y)
     return torch.cat([part.reshape(300, -1) for part in each.values()], 1).double().numpy()
+
+
+def test_adaclips_scale_stays_near_its_start_in_the_studys_setting_as_the_reason_says():
+    """Cancer's three rounds: the mean of the scale over the coordinates, which begins at 4."""
+    job = build.federated("adaclip", "cancer")
+    prepared = prepare(jobs._config(job, 0), jobs._dataset(job))
+    state, draw = start(prepared.task, prepared.initial), np.random.default_rng(0)
+    means = []
+    for _ in range(3):
+        means.append(float(adaclip.scale(state.clip.now).mean()))
+        state, _, _ = play_round(prepared, state, np.sort(draw.choice(1000, 100, replace=False)))
+    end = float(adaclip.scale(state.clip.now).mean())
+    assert means[0] == pytest.approx(4.0) and end == pytest.approx(3.7, abs=0.1)
+    assert f"is {end:.1f} after Cancer's 3 rounds" in REASONS["adaclip-scale"]
+    assert float(state.clip.now.square.max()) < adaclip.MOST / 100
+    assert all("once a round of 100 steps" in REASONS[key] for key in ("adaclip-cuts", "quantile-vanishes"))
 
 
 def test_the_median_gradient_of_a_network_that_fits_vanishes_and_the_quantiles_bound_with_it():

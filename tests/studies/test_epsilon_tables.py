@@ -1,12 +1,13 @@
 """The epsilon tables come out as printed, except the cells that are known not to."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedveil.privacy import papers, schedules
-from fedveil.studies import cells, p2, runner
+from fedveil.studies import cells, jobs, p2, runner
 from fedveil.studies.index import catalogue
 from fedveil.studies.reasons import REASONS
 
@@ -77,3 +78,28 @@ def test_p2_viiis_sigma_from_six_uses_the_budgets_up_before_the_printed_iteratio
         budgets = {"base": 123.354, "advanced": 7.45, "optimal": 6.74, "zcdp": 1.1588, "moments": 0.8227}
         found = [papers.first_over(formula, sigmas, 0.01, 1e-5, budget) for formula, budget in budgets.items()]
         assert f"{name} after {', '.join(map(str, found))}" in REASONS["from-six"]
+
+
+KEPT = runner.finished(Path(__file__).parents[2] / "docs" / "reproduction")
+
+
+def test_no_row_of_a_fixed_variance_shows_less_than_the_noise_is_worth_without_saying_so():
+    """Noise of 6·C on a sum in which one example moves up to C is worth sigma = 6, however small the norms that were seen; where
+    the bound falls by itself, more, and that is said, too."""
+    seen = 0
+    for cell in catalogue()["p2-table7"].cells:
+        if not cell.measure.startswith("fixed_variance:"):
+            continue
+        _, reading, formula, target = cell.measure.split(":")
+        assert ("counted-small" in cell.why) == (reading != "bound"), cell
+        line = KEPT.get(cells.key_of(cell.job, 0), {})
+        ours = jobs.measure(cell.measure, line["result"], cell.job, cell.job) if "result" in line else None
+        if ours is None:
+            continue
+        steps = jobs.measure(f"iterations_to:{target}", line["result"], cell.job, cell.job)
+        worth = papers.spent(formula, np.full(int(steps), 6.0), 0.01, 1e-5)[-1]
+        assert ours >= worth * (1 - 1e-6) or {"counted-small", "bound-decays"} & set(cell.why), cell
+        if reading == "bound" and not isinstance(dict(cell.job.settings).get("clip.bound", 4.0), str):
+            assert cell.job.recipe == "dp-dyns" or ours == pytest.approx(worth, rel=1e-3)
+        seen += 1
+    assert seen > 5 and "too small" in REASONS["counted-small"] and "sigma = 6" in REASONS["counted-small"]

@@ -8,6 +8,7 @@ from fedveil.errors import UserError
 from fedveil.federation.config import load_config, make_config
 from fedveil.protect.catalogue import get
 from fedveil.studies import cells, runner, settings
+from fedveil.studies.build import exposed
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.reasons import REASONS
 from fedveil.studies.runner import SMALL_BUDGET, plan
@@ -77,6 +78,145 @@ def test_p2s_counts_of_a_fixed_variance_stand_there_in_both_readings_of_l2_max()
         assert (cell.paper, cell.job) == (other.paper, other.job) and "l2max-mean" in cell.why
         assert cell.measure.replace(":mean:", ":single:") == other.measure
     assert len({cell.job for cell in counted if cell.job.dataset == "mnist"}) == 4
+
+
+def test_p2s_falling_sigma_begins_where_the_text_of_each_figure_has_it():
+    """Fig. 4 says 15; elsewhere "sigma = 6 is also used as the initial sigma value"."""
+    fourth = {cell.row for cell in catalogue()["p2-fig4"].cells}
+    assert "dp-dyn-s-sigma, sigma0 = 15" in fourth and "dp-dyn-s-sigma, sigma0 = 15, norm of the mean" in fourth
+    assert get("dp-dyn-s-sigma").sigma.values(100)[0] == 15
+    (table,) = {c.job.settings for c in catalogue()["p2-table3"].cells if c.row == "dp-dyn-s-sigma, noise on example"}
+    (figure,) = {c.job.settings for c in catalogue()["p2-fig5"].cells if c.row == "dp-dyn-s-sigma, noise on example"}
+    assert table == figure and dict(figure)["sigma"].startswith("linear:6:")
+
+
+def test_p3s_table_of_resilience_shows_both_places_of_the_noise():
+    found = [c for c in catalogue()["p3-table10"].cells if "success rate of type 2" in c.row]
+    assert all(c.row.endswith((", noise on sum", ", noise on example")) or c.row.startswith("non-private") for c in found)
+    assert len(found) == 7 and len({c.job for c in found if "on example" in c.row}) == 3
+
+
+def test_random_noise_on_the_gradient_is_a_step_of_the_noise_on_the_update():
+    """P3 Fig. 3: an attacked update is one step at its rate, so that the two names differ by that rate and nothing else."""
+    jobs = {(c.row, c.column): dict(c.job.settings) for c in catalogue()["p3-fig3"].cells if isinstance(c.job, cells.Attack)}
+    for dataset in ("MNIST", "LFW"):
+        for tap in ("type0", "type1"):
+            for variance in (1e-4, 1e-2):
+                gradient, update = (jobs[f"random-noise on the {what}, variance {variance:g}, {tap}", dataset]
+                                    for what in ("gradient", "update"))  # fmt: skip
+                assert update["sigma"] == pytest.approx(variance**0.5) and "learning_rate" not in update
+                assert gradient["sigma"] == pytest.approx(gradient["learning_rate"] * update["sigma"])
+                rate = make_config({"recipe": "random-noise", "dataset": dataset.lower()}).learning_rate
+                assert gradient["learning_rate"] == rate
+
+
+def test_p4s_sweep_of_fractions_says_whose_number_of_clients_it_plays():
+    swept = [c for c in catalogue()["p4-fig4"].cells if "fraction of clients" in c.row]
+    assert len(swept) == 9 and all("caption-clients" in c.why for c in swept)
+
+
+@pytest.mark.parametrize("name", ["p5-table8", "p5-table9"])
+def test_every_attacked_model_has_its_own_accuracy_beside_what_was_read_from_it(name):
+    entry = catalogue()[name]
+    own = {c.row: c for c in entry.cells if c.column == "own task, test accuracy"}
+    assert {c.job for c in own.values()} == {c.job.train for c in entry.cells if isinstance(c.job, cells.Inference)}
+    assert len(own) == 14 and all(c.measure == "accuracy" and c.row.startswith("the attacked model, ") for c in own.values())
+    rows = {c.row for c in entry.cells}
+    assert any("untrained" in row for row in rows) and ("control: always the commoner answer" in rows) == (name == "p5-table8")
+
+
+def test_every_model_whose_members_are_looked_for_has_its_accuracy():
+    entry = catalogue()["p5-table6"]
+    own = [c.job for c in entry.cells if c.column == "test accuracy"]
+    assert len(own) == len(set(own)) == 26
+    assert set(own) == {c.job.train for c in entry.cells if isinstance(c.job, cells.Inference)}
+    assert {c.job for c in entry.cells if c.row.startswith("the model of all rows")} <= set(catalogue()["p5-table4"].jobs())
+
+
+# What the figures of attacks show, and the rows of whole updates, from the papers by hand.
+PLACES = (", noise on sum", ", noise on example")
+FOUR_IMAGES = ("mnist", "fashion_mnist", "cifar10", "lfw")
+PRUNED = [f"gradient-pruning {share}%" for share in (30, 40, 50, 80)]
+NOISED = [f"random-noise on the update, variance {v}" for v in ("0.0001", "0.01")]
+CDP = ["fed-cdp", "fed-cdp, noise on example", "fed-cdp, noise on example, C = σ = 1"]
+OTHERS = ["non-private", "dssgd", "fed-sdp-client"]
+WHOLE = ("distance", "distance, not clamped", "succeeds")
+
+
+def places(names, columns):
+    return {(name, column) for name in names for column in columns}
+
+
+SHOWN_BY_HAND = {
+    "p1-fig5": places(
+        [f"{recipe}, {what}" for recipe in ("non-private", "fed-sdp-client") for what in ("SSIM of the attack", "accuracy")]
+        + [f"{recipe}{place}, SSIM of the attack" for recipe in ("fed-cdp", "fed-cdp-decay") for place in PLACES]
+        + [f"{recipe}, accuracy" for recipe in ("fed-cdp", "fed-cdp-decay")],
+        [f"pruned {share}%" for share in (0, 10, 30, 50)],
+    ),
+    "p3-fig3": places([f"{row}, type{tap}" for row in PRUNED + NOISED + OTHERS + CDP for tap in (0, 1, 2)], ["MNIST", "LFW"])
+    | places([f"random-noise on the gradient, variance {v}, type{tap}" for v in ("0.0001", "0.01") for tap in (0, 1)],
+             ["MNIST", "LFW"])
+    | {("gradient-pruning 90%, type0", "MNIST")}
+    | places([f"{row}, accuracy" for row in PRUNED + NOISED + OTHERS + CDP], ["LFW"]),
+    "p2-fig3": places(
+        ["non-private", *(f"C={c}, sigma={s}, noise on example" for c in (1, 4) for s in (1, 6)),
+         *(f"C={c}, sigma={s}, noise on sum" for c, s in ((1, 1), (4, 6)))],
+        ["MNIST", "Fashion-MNIST", "CIFAR-10", "LFW"],
+    ),
+    "p2-fig5": places(
+        ["non-private", *(f"{recipe}{place}" for recipe in ("dp-baseline", "quantile-clip", "adaclip", "dp-dyn-s-sigma")
+                          for place in PLACES)],
+        FOUR_IMAGES,
+    ),
+}  # fmt: skip
+RECIPES = {  # what a row's name begins with, and the recipe that it is an attack on (one that leaves the same tensors)
+    "gradient-pruning": "gradient-pruning", "random-noise": "random-noise", "dssgd": "dssgd", "fed-sdp-client": "fed-sdp-client",
+    "fed-cdp-decay": "fed-cdp-decay", "fed-cdp": "fed-cdp", "non-private": "non-private", "C=": "fed-cdp",
+    "dp-baseline": "fed-cdp", "quantile-clip": "fed-cdp", "adaclip": "adaclip", "dp-dyn-s-sigma": "dp-dyn-s-sigma",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN_BY_HAND)
+def test_a_figure_of_attacks_shows_what_the_paper_shows(name):
+    entry = catalogue()[name]
+    assert {(c.row, c.column) for c in entry.cells} == SHOWN_BY_HAND[name]
+    shown = {"mnist": "mnist", "fashion-mnist": "fashion_mnist", "fashion_mnist": "fashion_mnist", "cifar-10": "cifar10"}
+    for cell in (c for c in entry.cells if isinstance(c.job, cells.Attack)):
+        column = cell.column.lower()
+        assert cell.job.dataset == ("mnist" if name == "p1-fig5" else shown.get(column, column))
+        tap = "type2" if name != "p3-fig3" else cell.row.rsplit(", ", 1)[1]
+        wanted = RECIPES[next(known for known in RECIPES if cell.row.startswith(known))]
+        if tap == "type2" and wanted in ("gradient-pruning", "random-noise", "dssgd", "fed-sdp-client") and name != "p1-fig5":
+            wanted = "non-private"
+        same = {exposed(wanted, tap, dict(cell.job.settings)), (wanted, tap)}
+        same |= {("fed-cdp-example", tap)} if name == "p2-fig3" else set()
+        same |= {("fed-cdp", tap)} if cell.row == "dp-dyn-s-sigma, noise on sum" else set()
+        assert (cell.job.recipe, cell.job.tap) in same, cell
+        on_example = dict(cell.job.settings).get("noise_on") == "example" or cell.job.recipe == "fed-cdp-example"
+        assert on_example == ("noise on example" in cell.row), cell
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("p1-table7", [f"type0&1, {recipe}" for recipe in ("non-private", "fed-sdp-client", "fed-cdp", "fed-cdp-decay")]),
+        ("p3-table3", [
+            *(f"type0, {recipe}" for recipe in ("non-private", "fed-sdp, as received", "fed-sdp, sanitised", "fed-sdp-client",
+                                                "quantile-clip", "adaclip", "fed-alpha-cdp-sigma")),
+            *(f"type1, {recipe}" for recipe in ("non-private", "fed-sdp", "fed-sdp-client, before its noise",
+                                                "fed-sdp-client, after its noise", "quantile-clip", "adaclip",
+                                                "fed-alpha-cdp-sigma")),
+        ]),
+    ],
+)  # fmt: skip
+def test_every_attack_on_an_update_is_shown_on_a_whole_round_of_the_papers_training_too(name, rows):
+    found = [c for c in catalogue()[name].cells if "L = 100, B = 5" in c.column]
+    columns = ("MNIST distance, L = 100, B = 5", "MNIST distance, L = 100, B = 5, not clamped", "MNIST succeeds, L = 100, B = 5")
+    assert {(c.row, c.column) for c in found} == places(rows, columns)
+    for cell in found:
+        assert (cell.job.dataset, cell.job.batch, dict(cell.job.settings)["local_steps"]) == ("mnist", 5, 100)
+        assert cell.job.tap.startswith(("type0", "type1"))
 
 
 def test_every_reason_is_known_and_no_cell_appears_twice():
@@ -272,4 +412,47 @@ def test_the_reason_about_the_authors_scripts_names_what_anybody_can_check():
 def test_no_reason_blames_the_learning_rate():
     """A rate is told where it is the authors' own, or a choice of ours that is told with what it was chosen on."""
     told = {key for key, text in REASONS.items() if "learning rate" in text}
-    assert told == {"central-noise"} and "is that of the authors' published code" in REASONS["central-noise"]
+    assert told == {"central-noise"} and "is that of P1's authors' published code" in REASONS["central-noise"]
+    assert "github.com/git-disl/Fed-CDP" in REASONS["central-noise"] and "P2 gives none" in REASONS["central-noise"]
+
+
+def used(table, words=""):
+    """Reasons of the cells with a word in their row or column, those with none of them apart."""
+    return [set(c.why) for c in catalogue()[table].cells if words in f"{c.row} ¦ {c.column}"]
+
+
+def test_what_our_runs_have_otherwise_than_the_paper_is_said_where_it_applies():
+    for table in ("p5-fig1", "p5-fig3", "p5-fig4", "p5-fig6"):
+        assert all({"udp-optimiser", "medical-subset"} <= why for why in used(table, "Medical")), table
+        assert all("udp-optimiser" in why and "medical-subset" not in why for why in used(table) if not why & {"medical-subset"})
+    assert all("udp-optimiser" in why for why in used("p5-fig5"))
+    assert all("utkface-subset" in why for why in used("p5-table8", "ε="))
+    for table in ("p2-table4", "p2-table5", "p2-table6", "p2-table11"):
+        ran = [c for c in catalogue()[table].cells if isinstance(c.job, cells.Train)]
+        for cell in ran:
+            assert ("cifar-subset" in cell.why) == (cell.job.dataset == "cifar10"), cell
+    for table in (f"p{paper}-table{n}" for paper, numbers in ((1, (2, 4, 5)), (3, (4, 5, 6, 8, 10, 11))) for n in numbers):
+        for cell in catalogue()[table].cells:
+            if isinstance(cell.job, cells.Train):
+                bare = cell.job.recipe.startswith(("non-private", "fed-sdp"))
+                assert ("mildest" in cell.why) != bare, cell
+
+
+def test_an_accuracy_beside_a_printed_epsilon_says_where_the_runs_own_is_another_one():
+    """By hand: rows of a step over the distinct rows that there are; the papers' own accountant at sigma = 6."""
+    from fedveil.privacy.papers import table_epsilon
+
+    for name, taken, rows, steps, printed in (
+        ("cancer", 100 * 4, 426, 300, "0.147"), ("lfw", 100 * 3, 2267, 6000, "0.636"), ("purchase", 100, 4008, 5000, "0.580"),
+    ):  # fmt: skip
+        said = REASONS[f"own-q-{name}"]
+        epsilon = table_epsilon("moments", 6.0, taken / rows, steps, 1e-5)
+        assert f"q = {taken / rows:.2g} " in said and f"{epsilon:.3g}; at q = 0.01 it is {printed}" in said
+    for table, columns in (("p3-table6", ("Cancer", "LFW")), ("p3-table7", ("Cancer", "LFW")), ("p3-table8", ("Cancer", "LFW"))):
+        for cell in catalogue()[table].cells:
+            if isinstance(cell.job, cells.Train) and cell.job.recipe not in ("non-private", "fed-sdp"):
+                assert any(key.startswith("own-q-") for key in cell.why) == cell.column.startswith(columns), cell
+    for table in ("p2-table5", "p2-table6"):
+        for cell in catalogue()[table].cells:
+            if isinstance(cell.job, cells.Train):
+                assert ("own-q-purchase" in cell.why) == (cell.job.dataset == "location30"), cell

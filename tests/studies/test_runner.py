@@ -387,6 +387,10 @@ def test_a_gallery_shows_the_originals_of_every_attack_once(tmp_path, same, stri
         np.savez(tmp_path / "pictures" / f"{key_of(job, 0)}.npz", truth=truth, guess=truth)
     assert render.picture(chosen, runner.rows(chosen, {}), {}, tmp_path, tmp_path / "shown.png")
     assert imread(tmp_path / "shown.png").shape[0] == pytest.approx(0.7 * 90 * strips, abs=2)
+    distance = tuple(Cell(f"{c.row}, distance", c.column, None, c.job, "rmse") for c in cells)  # shows nothing new
+    more = runner.plan(Entry("p9-fig1", "Test", (*cells, *distance)), "paper")
+    assert render.picture(more, runner.rows(more, {}), {}, tmp_path, tmp_path / "shown.png")
+    assert imread(tmp_path / "shown.png").shape[0] == pytest.approx(0.7 * 90 * strips, abs=2)
 
 
 def test_a_worker_that_dies_is_an_error_that_says_how_to_go_on(tmp_path, monkeypatch):
@@ -483,3 +487,78 @@ def test_a_figure_that_compares_seed_by_seed_shows_only_seeds_that_all_its_cells
 )
 def test_a_cell_names_the_noise_that_its_run_drew(recipe, change, law):
     assert jobs.law_of(with_changes(get(recipe), change)) == law
+
+
+def test_a_page_without_printed_numbers_has_no_columns_for_them(tmp_path):
+    plain = Train("non-private", "cancer", TINY)
+    done = {key_of(plain, 0): {"result": {"accuracy": 0.9, "rounds": 4}, "seconds": 1.0}}
+    for paper, head in ((None, "| row | column | ours | why |"), (0.9, "| row | column | paper | ours | difference | why |")):
+        chosen = runner.plan(Entry("p9-fig1", "Test", (Cell("a", "b", paper, plain, "accuracy"),), "It is."), "paper")
+        page = render.markdown(chosen, runner.rows(chosen, done), "fedveil", {})
+        assert head in page and ("difference" in page) is (paper is not None)
+        table = [line for line in page.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_page_says_how_long_the_jobs_took_that_are_there():
+    longer = Train("non-private", "cancer", changes(dict(TINY), rounds=5))
+    both = {"a": Train("non-private", "cancer", TINY), "b": longer}
+    cells = tuple(Cell(row, "x", 0.9, job, "accuracy") for row, job in both.items())
+    chosen = runner.plan(Entry("p9-table1", "Test", cells), "paper", seeds=2)
+    lines = {key_of(cells[0].job, seed): {"result": {"accuracy": 0.9}, "seconds": 3000.0} for seed in (0, 1)}
+    lines |= {key_of(longer, 1): {"failed": "no data", "seconds": 9000.0}, "another": {"result": {}, "seconds": 9000.0}}
+    assert "\n2 jobs, 1:40 h of one core.\n" in render.markdown(chosen, runner.rows(chosen, lines), "fedveil", {}, lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("p1-table3", "ratios are: 0 of 15 ratios"), ("p2-table10", "ratios are: 0 of 25 ratios"),
+     ("p3-table9", "ratios are: 0 of 20 ratios"), ("p5-table5", "and the print has no ratios")],
+)  # fmt: skip
+def test_a_page_of_times_compares_ratios_alone(name, said):
+    chosen = runner.plan(find(name), "paper")
+    done = {key_of(job, 0): {"result": {"seconds": 7.0, "milliseconds": 7.0, "over_plain": 9.9}} for job, _ in chosen.runs}
+    rows = runner.rows(chosen, done)
+    text = render.summary(rows)
+    assert text.startswith("Times of other hardware are not compared") and said in text and "compared numbers" not in text
+    assert all((row.difference is None) == ("over non-private" not in row.row) for row in rows)
+    mixed = runner.plan(find("p3-table10"), "paper")
+    assert "times of other hardware are not compared" in render.summary(runner.rows(mixed, {}))
+
+
+def test_a_run_that_ended_before_its_rounds_says_so_also_where_it_is_attacked():
+    run = Train("udp-fl-staircase", "cancer", changes(dict(TINY), rounds=150))
+    attacked = Inference("attribute", run)
+    cells = (Cell("own", "x", None, run, "accuracy", ("no-numbers",)), Cell("of", "x", None, attacked, "accuracy"))
+    chosen = runner.plan(Entry("p9-table1", "Test", cells), "paper", seeds=3)
+
+    def said(*rounds):
+        done = {key_of(run, seed): {"result": {"accuracy": 0.8, "rounds": r, "stopped": "the budget is used up"}}
+                for seed, r in enumerate(rounds)}  # fmt: skip
+        done |= {key_of(attacked, 0): {"result": {"accuracy": 0.7}}}
+        return [row.why for row in runner.rows(chosen, done)]
+
+    for why in said(76, 150, 78):
+        assert why[:2] == tuple(f"ended at round {r} of 150: the budget is used up" for r in (76, 78))
+    assert not any("ended" in text for why in said(150, 150) for text in why)
+
+
+@pytest.mark.parametrize(("recipe", "law"), [("non-private", "none"), ("udp-fl-gaussian", "exact")])
+def test_an_attack_on_a_run_names_the_noise_of_that_run_whether_or_not_the_run_is_kept(recipe, law):
+    attacked = Inference("attribute", Train(recipe, "cancer", TINY))
+    chosen = runner.plan(Entry("p9-table1", "Test", (Cell("of", "x", None, attacked, "accuracy"),)), "paper")
+    done = {key_of(attacked, 0): {"result": {"accuracy": 0.7}}}
+    assert [row.law for row in runner.rows(chosen, done)] == [law]
+    kept = done | {key_of(attacked.train, 0): {"result": {"noise_law": "float"}}}
+    assert [row.law for row in runner.rows(chosen, kept)] == ["float"]
+    assert [row.law for row in runner.rows(chosen, {})] == [""]
+
+
+def test_the_moments_of_a_run_are_counted_on_the_orders_of_the_rows_with_one_sigma():
+    """Also where epsilon is so small that the best order is far above 63."""
+    job = Train("fed-cdp", "mnist", changes(rounds=4))
+    for sigma in (0.7, 6.0, 60.0):
+        run = {**result(), "sigmas": [[r, sigma] for r in range(1, 5)]}
+        spent = jobs.measure("spent_to:moments:0.8", run, job, job)
+        assert spent == pytest.approx(jobs.execute(Epsilon("moments", 200, sigma=sigma), 0, None)["epsilon"], rel=1e-12)
+    assert spent < np.log(1e5) / 62

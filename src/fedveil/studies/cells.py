@@ -212,3 +212,4 @@ class Row:
     law: str = (
         ""  # of the noise that was drawn: float, or exact (discrete); no part of what a cell is found by
     )
+    timed: bool = False  # a time, of other hardware than the paper's: beside the print, and not compared with it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedveil.studies import p1
@@ -15,6 +16,7 @@ from fedveil.studies.build import (
     federated_time,
     line,
     noise_why,
+    own_q,
     timed,
 )
 from fedveil.studies.cells import Attack, Cell, Entry, Epsilon, Spend, Stop
@@ -80,6 +82,8 @@ TABLE_11 = {  # schedule: accuracies, rounds under the four accountants
     "linear": ((.984, .981, .981, .981), (97, 95, 95, 95)), "staircase": ((.983, .982, .982, .982), (97, 95, 95, 95)),
     "exponential": ((.986, .981, .983, .983), (97, 94, 96, 96)), "cyclic": ((.982, .979, .981, .979), (81, 79, 80, 80)),
 }  # fmt: skip
+VARIANCES = (1e-4, 1e-2)
+ONE_STEP_RATE = 0.05  # of an attacked update, which is one local step: noise on the gradient is this much of it on the update
 AFTER_TRAINING = ("gradient-pruning", "random-noise", "dssgd")
 SIGMA_TEXT = {
     "linear": "linear:15:4.85",
@@ -106,9 +110,11 @@ def _sdp_cells(row: str) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _accuracy(recipe: str, printed: tuple[float, ...]) -> list[Cell]:
+def _accuracy(recipe: str, printed: tuple[float, ...], beside_epsilon: bool = True) -> list[Cell]:
     jobs = [federated(recipe, d) for d in FIVE]
-    return line(f"{recipe}, accuracy", NAMES, printed, jobs, "accuracy", noise_why(recipe))
+    cells = line(f"{recipe}, accuracy", NAMES, printed, jobs, "accuracy", noise_why(recipe))
+    more = [own_q(recipe, d) if beside_epsilon else () for d in FIVE]
+    return [replace(cell, why=(*cell.why, *why)) for cell, why in zip(cells, more, strict=True)]
 
 
 def _table6() -> list[Cell]:
@@ -132,7 +138,8 @@ def _table7() -> list[Cell]:
                           Epsilon("moments", rounds * 100), "epsilon", why))  # fmt: skip
     for d, rounds, target in zip(FIVE, TARGET_ROUNDS, ACCURACY["fed-sdp"], strict=True):
         cells.append(Cell("fed-alpha-cdp, rounds to the target", f"{SHOWN[d]} ({target})", rounds,
-                          federated("fed-alpha-cdp", d), f"rounds_to:{target}", noise_why("fed-alpha-cdp"), 0))  # fmt: skip
+                          federated("fed-alpha-cdp", d), f"rounds_to:{target}",
+                          (*noise_why("fed-alpha-cdp"), *own_q("fed-alpha-cdp", d)), 0))  # fmt: skip
     return cells
 
 
@@ -150,7 +157,7 @@ def _table8() -> list[Cell]:
         recipe = f"fed-alpha-cdp-sigma-{schedule}"
         for d, accuracy, stop in zip(FIVE, accuracies, rounds, strict=True):
             job = federated(recipe, d)
-            why = (*noise_why(recipe), "text-schedule") if d in ("mnist", "cifar10") else noise_why(recipe)
+            why = (*noise_why(recipe), *own_q(recipe, d), *(("text-schedule",) if d in ("mnist", "cifar10") else ()))
             cells.append(Cell(f"{recipe}, accuracy after the printed rounds", SHOWN[d], accuracy, job,
                               f"accuracy@{stop}", why))  # fmt: skip
         stop_job = Stop(schedule, "moments", 0.8227)
@@ -258,11 +265,15 @@ def _table5() -> list[Cell]:
 def _table10() -> list[Cell]:
     cells = []
     for recipe, (accuracy, cost, resilient) in TABLE_10.items():
-        cells += _accuracy(recipe, accuracy)
+        cells += _accuracy(recipe, accuracy, beside_epsilon=False)
         times = [federated_time(recipe, d) for d in FIVE]
         cells += line(f"{recipe}, s/iteration", NAMES, cost, times, "seconds", ("other-machine-alone",), 4)
-        cells.append(Cell(f"{recipe}, resilient (success rate of type 2)", "MNIST", resilient, attack(recipe, "mnist"),
-                          "success_rate", ("threshold", *(() if recipe == "non-private" else ("type2-sum",)))))  # fmt: skip
+        ways: list[tuple[str, Mapping[str, object], tuple[str, ...]]] = [
+            (", noise on sum", {}, ("type2-sum",)), (", noise on example", EXAMPLE, ("type2-example",)),
+        ]  # fmt: skip
+        for said, change, why in [("", {}, ())] if recipe == "non-private" else ways:
+            cells.append(Cell(f"{recipe}, success rate of type 2{said}", "MNIST", resilient,
+                              attack(recipe, "mnist", change=change), "success_rate", ("threshold", *why)))  # fmt: skip
     return cells
 
 
@@ -284,7 +295,7 @@ def _figures() -> list[Entry]:
     ways: list[tuple[str, str, dict[str, Any]]] = [
         (f"gradient-pruning {m:.0%}", "gradient-pruning", {"prune": m}) for m in (0.3, 0.4, 0.5, 0.8)
     ]
-    ways += [(f"random-noise, variance {v:g}", "random-noise", {"sigma": v**0.5}) for v in (1e-4, 1e-2)]
+    ways += [(f"random-noise on the update, variance {v:g}", "random-noise", {"sigma": v**0.5}) for v in VARIANCES]
     ways += [(name, name, {}) for name in ("non-private", "dssgd", "fed-sdp-client", "fed-cdp")]
     ways += [
         ("fed-cdp, noise on example", "fed-cdp", EXAMPLE),
@@ -292,13 +303,25 @@ def _figures() -> list[Entry]:
     ]
     third = [
         Cell(f"{said}, {tap}", SHOWN[d], None, _seen(recipe, d, tap, change), "ssim",
-             ("no-numbers", "similarity", *_also(recipe, tap)))
+             ("no-numbers", "similarity", *_also(recipe, tap), *(("noise-on-update",) if recipe == "random-noise" else ())))
         for d in ("mnist", "lfw")
         for said, recipe, change in ways
         for tap in ("type0", "type1", "type2")
     ]  # fmt: skip
     third += [
-        Cell(f"{said}, accuracy", "LFW", None, federated(recipe, "lfw", **change), "accuracy", ("no-numbers",))
+        Cell(f"random-noise on the gradient, variance {v:g}, {tap}", SHOWN[d], None,
+             _seen("random-noise", d, tap, {"learning_rate": ONE_STEP_RATE, "sigma": ONE_STEP_RATE * v**0.5}), "ssim",
+             ("no-numbers", "similarity", "noise-on-gradient", *_also("random-noise", tap)))
+        for d in ("mnist", "lfw")
+        for v in VARIANCES
+        for tap in ("type0", "type1")
+    ]  # fmt: skip
+    third.append(Cell("gradient-pruning 90%, type0", SHOWN["mnist"], None,
+                      _seen("gradient-pruning", "mnist", "type0", {"prune": 0.9}), "ssim",
+                      ("no-numbers", "similarity", *_also("gradient-pruning", "type0"))))  # fmt: skip
+    third += [
+        Cell(f"{said}, accuracy", "LFW", None, federated(recipe, "lfw", **change), "accuracy",
+             ("no-numbers", *(("noise-on-update",) if recipe == "random-noise" else ())))
         for said, recipe, change in ways
     ]
     fourth = [

@@ -67,7 +67,7 @@ def entries() -> list[Entry]:
             n = settings.LDP[dataset]["clients"]
             job = ldp(dataset, cohort_size=int(n * share))
             fourth.append(Cell(f"{name}, fraction of clients", f"{share:g}", None, job, "accuracy",
-                               ("no-numbers", *WHY)))  # fmt: skip
+                               ("no-numbers", *WHY, "caption-clients")))  # fmt: skip
         for rounds in (1, 5, 10):
             fourth.append(Cell(f"{name}, rounds", f"{rounds}", None, ldp(dataset), f"accuracy@{rounds}",
                                ("no-numbers", *WHY)))  # fmt: skip

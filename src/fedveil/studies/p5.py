@@ -83,6 +83,12 @@ def why(mechanism: str, dataset: str = "") -> tuple[str, ...]:
     return (*found, "resnet-gn") if dataset == "cifar10" else found
 
 
+def set_up(dataset: str) -> tuple[str, ...]:
+    """What every run of `udp` on a dataset has otherwise than the paper."""
+    subset = {"medical_mnist": ("medical-subset",), "utkface": ("utkface-subset",)}
+    return ("udp-optimiser", *subset.get(dataset, ()))
+
+
 def _table4() -> list[Cell]:
     """The planner's features for every cell; ResNet-18 without noise and with Gaussian noise at the largest epsilon."""
     cells = []
@@ -117,7 +123,8 @@ def _table5() -> list[Cell]:
         job = Time("udp-fl-gaussian", dataset, merged, iterations=10 if resnet else 100)
         for count, paper in zip((50, 100, 500, 1000), printed, strict=True):
             cells.append(Cell(f"{SHOWN[dataset]} ({clients} clients)", f"{count} iterations", paper, job,
-                              f"total_seconds:{clients}:{count}", ("flower-time",), 1))  # fmt: skip
+                              f"total_seconds:{clients}:{count}",
+                              ("flower-time", *(("medical-subset",) if dataset == "medical_mnist" else ())), 1))  # fmt: skip
     return cells
 
 
@@ -139,6 +146,8 @@ def _table6() -> list[Cell]:
                       for heading, measure, paper in zip(headings, measures, papers, strict=True)]  # fmt: skip
     cells += [Cell(f"the model of {SHOKRI_ROWS} rows, {label}", "test accuracy", None, planned(name, e, rows=SHOKRI_ROWS),
                    "accuracy", ("few-rows",)) for name, e, label in models]  # fmt: skip
+    cells += [Cell(f"the model of all rows (lira, canary), {label}", "test accuracy", None, planned(name, e), "accuracy",
+                   (*(why(name) if e else ()), "planned-public")) for name, e, label in models]  # fmt: skip
     return cells
 
 
@@ -169,6 +178,7 @@ def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[flo
     more = {"model": "papers-cnn"} if dataset == "cifar10" else {}  # ResNet-18 takes hours for a table
     first = Inference(kind, udp("non-private", dataset, None, **more), pool=pool)
     untrained = replace(first, train=settings.with_settings(first.train, rounds=1, learning_rate=1e-12))
+    extra = (*extra, *set_up(dataset))
     own = "the same network on raw pixels, no model" if kind == "attribute" else "the mean image of the attacker's own rows"
     cells = [
         Cell(f"non-private{said}", h, p, first, m, extra) for h, m, p in zip(heads, measures, plain, strict=True)
@@ -176,14 +186,22 @@ def _inferences(kind: Any, dataset: str, table: dict[int, Any], plain: tuple[flo
     cells += [Cell(f"control: {own}{said}", h, None, first, f"control_{m}", extra) for h, m in zip(heads, measures, strict=True)]
     cells += [Cell(f"control: an untrained model{said}", h, None, untrained, m, ("untrained",))
               for h, m in zip(heads, measures, strict=True)]  # fmt: skip
+    if kind == "attribute":
+        cells.append(Cell("control: always the commoner answer", heads[0], None, first, "majority_accuracy", ("commoner",)))
+    attacked = {"non-private": first.train, "untrained": untrained.train}
     for e, printed in table.items():
         for (name, recipe), numbers in zip(MECHANISMS.items(), printed, strict=True):
             job = Inference(kind, udp(recipe, dataset, e, **more), pool=pool)
+            attacked[f"{name}, ε={e}"] = job.train
             cells += [
                 Cell(f"{name}, ε={e}{said}", h, None if plain[0] is None else p, job, m, (*extra, *why(name)))
                 for h, m, p in zip(heads, measures, numbers, strict=True)
             ]
-    return cells
+    own_task = [
+        Cell(f"the attacked model, {name}", "own task, test accuracy", None, train, "accuracy", ("own-task", *set_up(dataset)))
+        for name, train in attacked.items()
+    ]
+    return cells if said else cells + own_task
 
 
 def _table9() -> list[Cell]:
@@ -209,7 +227,7 @@ def _lines(dataset: str, epsilon: float, columns: tuple[int, ...], **more: objec
             None,
             job,
             f"{measure}@{r}",
-            ("no-numbers", *reasons, *(more_why if reasons else ())),
+            ("no-numbers", *reasons, *(more_why if reasons else ()), *set_up(dataset)),
         )
         for row, (job, reasons) in runs.items()
         for r in columns
@@ -220,20 +238,21 @@ def _both(dataset: str, row: str, column: str, **more: object) -> list[Cell]:
     """Staircase at ε = 5, and the same run without noise."""
     noised, plain = (udp("udp-fl-staircase", dataset, epsilon, **more) for epsilon in (5.0, None))
     return [
-        Cell(f"{SHOWN[dataset]}, {row}", column, None, noised, "accuracy", ("no-numbers", *why("Staircase"))),
-        Cell(f"{SHOWN[dataset]}, without noise, {row}", column, None, plain, "accuracy", ("no-numbers",)),
+        Cell(f"{SHOWN[dataset]}, {row}", column, None, noised, "accuracy", ("no-numbers", *why("Staircase"), *set_up(dataset))),
+        Cell(f"{SHOWN[dataset]}, without noise, {row}", column, None, plain, "accuracy", ("no-numbers", *set_up(dataset))),
     ]
 
 
 def _figures() -> list[Entry]:
     first = [c for d in ("mnist", "medical_mnist") for c in _lines(d, 5.0, (10, 25, 50, 100, 150))]
     first += [
-        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, 5.0), f"accuracy@{r}", ("no-numbers", "nbafl-noise"))
+        Cell(f"{SHOWN[d]}, nbafl", f"round {r}", None, udp("nbafl", d, 5.0), f"accuracy@{r}",
+             ("no-numbers", "nbafl-noise", *set_up(d)))
         for d in ("mnist", "medical_mnist")
         for r in (10, 25, 50, 100, 150)
     ]
     first += [Cell(f"MNIST, {name}, ε=5, first round with 90%", "round", None, udp(recipe, "mnist", 5.0), "rounds_to:0.9",
-                   ("no-numbers", "every-five"), 0) for name, recipe in MECHANISMS.items()]  # fmt: skip
+                   ("no-numbers", "every-five", *set_up("mnist")), 0) for name, recipe in MECHANISMS.items()]  # fmt: skip
     second = []
     for name, e in [(name, e) for e in (2, 8) for name in MECHANISMS] + [("none", None)]:
         job, row = planned(name, e), f"{name}, ε={e or '∞'}"
@@ -256,13 +275,14 @@ def _figures() -> list[Entry]:
                 for e in EPSILONS:
                     job = udp(recipe, d, float(e), channel=channel)
                     cells.append(Cell(f"{SHOWN[d]}, {name}", f"ε={e}", None, job, "accuracy",
-                                      ("no-numbers", *why(name))))  # fmt: skip
+                                      ("no-numbers", *why(name), *set_up(d))))  # fmt: skip
             cells.append(Cell(f"{SHOWN[d]}, none", "ε=∞", None, udp("non-private", d, None), "accuracy",
-                              ("no-numbers",)))  # fmt: skip
+                              ("no-numbers", *set_up(d))))  # fmt: skip
     shuffled += [replace(cell, row=f"{cell.row}, not shuffled") for cell in by_epsilon if cell.column != "ε=∞"]
     fifth = _lines("wind", 5.0, (10, 50, 150), aggregate="scaffold")
     beside = udp("nbafl", "wind", 5.0)
-    fifth += [Cell("Wind, nbafl", f"round {r}", None, beside, f"rmse@{r}", ("no-numbers",)) for r in (10, 50, 150)]
+    fifth += [Cell("Wind, nbafl", f"round {r}", None, beside, f"rmse@{r}", ("no-numbers", "nbafl-wind", *set_up("wind")))
+              for r in (10, 50, 150)]  # fmt: skip
     return [
         Entry("p5-fig1", "Accuracy and convergence against baselines", tuple(first),
               "Staircase is always best of the three, reaches 90% on MNIST in about 25 epochs (read as rounds) and nears FedAvg "

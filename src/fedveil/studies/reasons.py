@@ -31,7 +31,10 @@ REASONS: dict[str, str] = {
     "7761, 8334, 8301, cyclic after 8046, 7839, 6646, 7504, 7452 iterations (BaseC, AdvC, OptC, zCDP, MA)",
     "six-falls": "sigma falls from 6, as the text has it, to 4.85 (P3's last value: P2 prints none)",
     "ceil-100": "rounds = iterations / 100, rounded up",
-    "data-dependent": "not recomputable: sigma follows the data, so the number is no guarantee and depends on the run",
+    "data-dependent": "nominal: sigma follows the data and the run, so the number is no guarantee",
+    "counted-small": "too small: noise of 6·C (24 at C = 4) lies on a sum in which one example moves up to the bound, so that "
+    "it is worth sigma = 6 where the bound is constant, and 6·C / C_t where it falls. Counted with the smaller norm S of what "
+    "was seen, the same noise passes for a larger sigma",
     "not-one-sigma": "not reproduced: no single sigma gives these five numbers (BaseC implies 2.62, zCDP 1.79, "
     "MA 0.65)",
     "literal-noise": "noise of sigma·S on the batch sum, which the paper's epsilon assumes; over a batch of 3 to 5 it is "
@@ -40,7 +43,16 @@ REASONS: dict[str, str] = {
     "FedCDP.py lacks the lines that define its noise; the multiplier in both is 0.5)",
     "sdp-noise": "noise of sigma·C once on the sum of clipped updates, in every coordinate; the mean over more clients carries "
     "less of it. On images its length is far above that of a clipped update (with N = 100 the run diverges)",
-    "central-noise": "noise on the batch sum; the learning rate (0.05) is that of the authors' published code",
+    "mildest": "noise on the batch sum is the mildest of the readings: on every example it is √B times as much in a step's mean, "
+    "on the mean itself B times",
+    "own-q-cancer": "beside a printed ε: each of the 1,000 clients holds 400 of the same 426 rows, so that a step takes q = "
+    "0.94 of the rows and not 0.01. The run's own ε at sigma = 6, counted as the paper counts, is 16.8; at q = 0.01 it is 0.147",
+    "own-q-lfw": "beside a printed ε: the 1,000 clients hold 300 rows each of the same 2,267, so that a step takes q = 0.13 of "
+    "the rows and not 0.01. The run's own ε at sigma = 6, counted as the paper counts, is 9.79; at q = 0.01 it is 0.636",
+    "own-q-purchase": "beside a printed ε: batches of 100 of the stand-in's 4,008 rows are q = 0.025 and not 0.01. The run's "
+    "own ε at sigma = 6, counted as the paper counts, is 1.47; at q = 0.01 it is 0.580",
+    "central-noise": "noise on the batch sum; the learning rate (0.05) is that of P1's authors' published code "
+    "(github.com/git-disl/Fed-CDP), P2 gives none",
     "l2max": "l2-max noise follows the data: no finite guarantee stands behind this row",
     "l2max-mean": "S is the largest layer norm of the batch's mean gradient, as a comment in Algorithm 2 has it (\"on the batch "
     "gradient\"). The line below that comment and the text have it of single examples; one of 600 nearly always exceeds C, so "
@@ -48,13 +60,15 @@ REASONS: dict[str, str] = {
     "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
     "cifar-control": "not reached without noise either: 0.17 below in the federated setting, 0.04 in the central one; why is not "
     "known",
+    "cifar-subset": "40,000 training images, as P1, P3 and P5 have it, where P2 Table II prints 50,000: q = 0.0125 and not 0.01",
     "cifar-central": "without noise it is 0.04 below the print, too; why the rest is missing is not known",
     "hardly-any": "the same run with sigma = 0.01: what the rule does to gradients by itself",
     "quantile-vanishes": "the rule and not the noise (row with hardly any noise): the median gradient of a network that fits "
     "vanishes, and the bound follows it (4 at the start, 0.3 after 4,600 and 0.02 after 10,000 iterations) until no example may "
-    "say anything",
+    "say anything. Ours follows once a round of 100 steps, the published rule every step",
     "adaclip-cuts": "the rule and not the noise (row with hardly any noise): its scale follows the spread of the batch's mean, "
-    "as published, and single examples, which are hundreds of times longer in its units, are cut to 1",
+    "as published (but once a round of 100 steps, where the published rule follows it every step), and single examples, which "
+    "are hundreds of times longer in its units, are cut to 1",
     "clip-alone": "gradients clipped to C layer by layer as in the rows below, without noise: what no noise can be better than",
     "first-crossing": "the first round (of 100 steps) at whose end the target is reached; the paper gives DP-baseline all its "
     "iterations. Near the end of a run 0.9596 and 0.960 can be 2,000 iterations apart",
@@ -95,13 +109,21 @@ REASONS: dict[str, str] = {
     "type2-sum": "with noise on the batch sum the per-example gradient is never noised: type 2 reads it clipped",
     "type2-example": "noise on every example (P1 Alg. 2): what type 2 reads is noised",
     "after-training": "this recipe changes the update after local training, so type 2 reads each example's bare gradient",
-    "adaclip-scale": "AdaClip's scale follows the noised gradients: where the noise is far above the gradient, what is left "
-    "after the noise's own share is taken off still widens it up to its ceiling",
+    "adaclip-scale": "AdaClip's scale follows the noised gradients once a round, and stays near the 4 that it starts at: its "
+    "mean over the coordinates is 3.7 after Cancer's 3 rounds and about 5 after Adult's 10, far below its ceiling (a variance "
+    "of 10 in every coordinate). So the noise is about that of a constant bound",
+    "print-no-image": "the mean image of the data, which anybody has without an attack, is nearer to the images than the "
+    "printed 0.2214: at that distance nothing is rebuilt, in print as little as here",
+    "noise-on-update": "noise of this variance on the update, which is one step at rate 0.05: on the gradient it has 400 times "
+    "the variance. P3 4.2 has its variance \"for gradient perturbation\"",
+    "noise-on-gradient": "noise of this variance on the gradient, as P3 4.2 has it: an update of one step at rate 0.05 carries "
+    "1/400 of the variance",
     "small-batch": "the noise of sigma·C is divided by a batch of 22, not of 600: a step's mean gradient has 27 times as much",
     "raw-upload": "Fed-SDP noises at the server: what arrives there (type 0) is raw; the paper counts the sanitised one",
     "clip-visible": "a clipped gradient without noise still shows the image: the attack knows the clip",
     "no-numbers": "the figure prints no numbers; its statement is compared",
     "every-five": "tested every five rounds",
+    "caption-clients": "100, 200 and 500 clients, as the figure's caption has it; the text has 500 for all three datasets",
     "one-of-ten": "one seed; the paper averages ten runs",
     "ldp-ranges": "first ranges are those of each layer's weights in the first model; inputs of Fashion-MNIST are standardised",
     "ldp-epsilon": "epsilon is per reported weight; for a client it adds up to d·T·epsilon",
@@ -115,16 +137,25 @@ REASONS: dict[str, str] = {
     "SGD on 40,000 images; rate 20 with the clip and 0.01 without, chosen on set-aside rows; the paper gives neither "
     "stem nor optimiser. The authors' public code has two small networks, trained with Adam, and no ResNet: Adam was not tried "
     "on it",
+    "udp-optimiser": "the paper gives a rate of 0.01 and no optimiser, its authors' code trains with Adam; ours is plain SGD at "
+    "a rate chosen on set-aside rows. The run without noise has no clip and a rate of 0.2",
+    "medical-subset": "6,000 of about 59,000 Medical MNIST images for training, which decides the batches of 30 and smaller",
+    "utkface-subset": "5,000 of 23,702 UTKFace images (4,000 for training) at 32×32",
     "planned-own": "a linear head on fixed features of our own (scattering), every step on all rows, as the planner "
     "chooses; the paper trains ResNet-18 on a twentieth of them",
     "planned-public": "a linear head on the outputs of a public network (EfficientNet-lite0, ImageNet), every step on all "
     "rows, as the planner chooses: with public pre-training, which the paper's ResNet-18 does not have",
-    "nbafl-noise": "chance by arithmetic: NbAFL's own formula for ε = 5 and 150 rounds puts noise of deviation 0.48 (MNIST) or "
-    "4.8 (Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
+    "nbafl-noise": "chance by arithmetic: by our reading of NbAFL's formula (docs/udp-fl.md), ε = 5 and 150 rounds put noise of "
+    "deviation 0.48 (MNIST) or 4.8 (Medical MNIST) on every weight of a model whose weights together have a norm of at most 10",
+    "nbafl-wind": "by our reading of NbAFL's formula (docs/udp-fl.md), ε = 5, delta 1e-6 and 150 rounds put noise of deviation "
+    "0.18 on every one of 5,713 weights, which together have a norm of at most 10. It runs without SCAFFOLD, with the plain mean",
     "wind-delta": "delta 1e-6: the paper's 1e-5 is above one in the number of records",
     "pixels-alone": "the same attack on raw pixels, without any model, reads gender as well: whoever holds the picture needs no "
     "model",
     "untrained": "the same attack on the same network before any training: what it reads from there, training did not give away",
+    "own-task": "what the attacked model was trained for (UTKFace: race, in five classes; CIFAR-10: its ten classes): without "
+    "it nobody can say whether there was a model to attack",
+    "commoner": "who always says the commoner gender",
     "few-rows": "trained on 1,000 rows, so that the model without noise overfits as the paper's does: on all 40,000 this attack "
     "finds nothing without noise either (AUC 0.506), and could not show what noise does",
     "from-outputs": "decoded from the model's predictions, as the paper has it",

@@ -50,12 +50,14 @@ def write(
 
     rows = runner.rows(chosen, done)
     page = folder / f"{name}.md"
-    page.write_text(markdown(chosen, rows, command, {"fedveil": fedveil.__version__}), "utf-8")
+    page.write_text(markdown(chosen, rows, command, {"fedveil": fedveil.__version__}, done), "utf-8")
     drawn = folder / f"{chosen.entry.id}.png"
     return rows, page, drawn if chosen.entry.is_figure and picture(chosen, rows, done, source or folder, drawn) else None
 
 
-def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, object]) -> str:
+def markdown(
+    chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str, object], done: Mapping[str, JsonObject] = {}
+) -> str:
     """One page: the command, what it ran on, the comparison, notes, and every setting."""
     import json
 
@@ -68,20 +70,20 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
     lines = [f"# {entry.paper} {name_of(entry)}: {entry.title}", "", f"    {command}", ""]
     made = ", ".join(f"{k} {v}" for k, v in about.items())
     lines += [f"Scale: {chosen.scale}. Seeds: {_seeds(chosen, rows)}. {made}.", ""]
+    lines += _run_time(chosen, done)
     if entry.statement:
         lines += [f"The paper says: {entry.statement}", ""]
     lines += [summary(rows), ""]
     lines += [f"{entry.note}.", ""] if entry.note else []
     if entry.is_figure:
         lines += [f"![{entry.title}]({entry.id}.png)", ""]
-    lines += [
-        "| row | column | paper | ours | difference | why | shrunk |",
-        "|---|---|---:|---:|---:|---|---|",
-    ]
+    printed = any(row.paper is not None for row in rows)
+    heads = ["row", "column", *(("paper", "ours", "difference") if printed else ("ours",)), "why", "shrunk"]
+    sides = ["---", "---", *(["---:"] * (len(heads) - 4)), "---", "---"]
+    lines += [f"| {' | '.join(heads)} |", f"|{'|'.join(sides)}|"]
     for row, cells in zip(rows, cells_of(entry, rows), strict=True):
-        lines.append(
-            f"| {row.row} | {row.column} | {' | '.join(cells)} | {mark(*row.why)} | {mark(row.shrunk)} |"
-        )
+        numbers = cells if printed else cells[1:2]
+        lines.append(f"| {row.row} | {row.column} | {' | '.join(numbers)} | {mark(*row.why)} | {mark(row.shrunk)} |")
     lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
     laws = sorted({row.law for row in rows if row.law})
     lines += [f"Noise: {' and '.join(laws)}.", ""] if laws else []
@@ -98,6 +100,15 @@ def markdown(chosen: Plan, rows: Sequence[Row], command: str, about: Mapping[str
         "",
     ]
     return "\n".join(lines)
+
+
+def _run_time(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:
+    """How long the jobs of the page took, as far as they are there."""
+    keys = {key_of(job, seed) for job, seed in chosen.runs}
+    kept = [line.get("seconds") for key, line in done.items() if key in keys and "result" in line]
+    spent = [one for one in kept if isinstance(one, int | float)]
+    minutes = round(sum(spent) / 60)
+    return [f"{len(spent)} job{'s' * (len(spent) != 1)}, {minutes // 60}:{minutes % 60:02d} h of one core.", ""] if spent else []
 
 
 def _seeds(chosen: Plan, rows: Sequence[Row]) -> str:
@@ -137,8 +148,21 @@ def summary(rows: Sequence[Row]) -> str:
     matching = sum(bool(row.matches) for row in compared)
     missing = sum(row.ours is None for row in rows)
     fitted = sum(bool(row.matches and row.fitted) for row in compared)
+    if all(row.settings.get("kind") == "time" for row in rows):
+        return _of_times(len(compared), matching, missing, rows)
     text = f"{matching} of {len(compared)} compared numbers come out (to one unit of the last printed digit)"
+    text += "; times of other hardware are not compared" if any(row.timed for row in rows) else ""
     text += f", {fitted} of them only with one step more or less than stated" if fitted else ""
+    return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
+
+
+def _of_times(ratios: int, matching: int, missing: int, rows: Sequence[Row]) -> str:
+    """Of a page of times: they are those of another machine, and only what one takes over another can be compared."""
+    text = "Times of other hardware are not compared"
+    if all(row.timed for row in rows):
+        text += ", and the print has no ratios"
+    else:
+        text += f", ratios are: {matching} of {ratios} ratios come out (to one unit of the last printed digit)"
     return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
 
 
@@ -160,6 +184,8 @@ def _gallery(chosen: Plan, folder: Path, path: Path) -> bool:
     ] = []  # originals and what came of them
     planned = {p.printed: p for p in chosen.jobs}
     for cell in chosen.entry.cells:
+        if cell.measure != "ssim":
+            continue  # another number of an image that is there already
         file = folder / "pictures" / f"{key_of(planned[cell.job].job, 0)}.npz"
         if not file.exists() and isinstance(cell.job, Attack):
             return False  # a gallery of all its rows, or none

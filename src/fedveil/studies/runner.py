@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from fedveil.studies.cells import (
 from fedveil.studies.reasons import explain
 
 Scale = Literal["small", "paper"]
+TIMES = ("seconds", "milliseconds", "total_seconds")  # measures of other hardware than the paper's
 SMALL_BUDGET = 300.0  # estimated seconds on one quiet core: a busy or slower machine still keeps ten minutes
 Progress = Callable[[int, int, float, str], None]
 """(finished jobs, all jobs, seconds left, what runs now)"""
@@ -320,7 +321,9 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document])
     ours = statistics.fmean(values) if values else None
     if not lines and not planned.skipped:
         why = ("not finished", *why)
-    difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) else None
+    why = (*_ended_early(planned.job, seeds, done), *why)
+    timed = cell.measure.partition(":")[0] in TIMES
+    difference = ours - cell.paper if ours is not None and isinstance(cell.paper, int | float) and not timed else None
     # One unit of the last printed digit: the tables round now up, now down.
     matches = (
         None if difference is None else abs(difference) < 10.0**-cell.digits * (1 if cell.digits else 0.5)
@@ -338,5 +341,26 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document])
         len(values),
         fitted,
         settings_of(planned.job, 0),
-        next((law for line in lines if (law := line.get("result", {}).get("noise_law"))), ""),
+        _law(planned.job, lines, done),
+        timed,
     )
+
+
+def _ended_early(job: Job, seeds: int, done: Mapping[str, Document]) -> tuple[str, ...]:
+    """That a run, or the one that is attacked, stopped before its planned rounds, and why."""
+    inner = _trained(job)
+    if inner is None:
+        return ()
+    wanted = dict(inner.settings).get("rounds")
+    found = [done.get(key_of(inner, seed), {}).get("result", {}) for seed in range(seeds)]
+    early = [one for one in found if wanted is not None and one.get("rounds", wanted) < wanted]
+    return tuple(dict.fromkeys(f"ended at round {one['rounds']} of {wanted}: {one.get('stopped', '')}" for one in early))
+
+
+def _law(job: Job, lines: Sequence[Document], done: Mapping[str, Document]) -> str:
+    """Which noise a cell's run drew; of an attack on a run, the attacked one's."""
+    inner = _trained(job)
+    if isinstance(job, Inference) and inner is not None and any("result" in line for line in lines):
+        kept = done.get(key_of(inner, 0), {}).get("result", {}).get("noise_law")
+        return kept or jobs.law_in(inner)
+    return next((law for line in lines if (law := line.get("result", {}).get("noise_law"))), "")
