@@ -50,11 +50,10 @@ LDP: dict[str, Values] = {
 # "on 5% of their data for 2 epochs". The authors train with Adam at rate 0.01; ours is plain SGD, whose rate was chosen on
 # a tenth of MNIST's training rows set aside (see UDP_RATE). Inputs are standardised by public constants, as theirs.
 # Set-aside accuracy at ε = 4, Gaussian. MNIST: 0.897 at 0.5, 0.930 at 1, 0.956 at 2; Medical MNIST: 0.917 at 2, 0.872 at 20;
-# UTKFace (clip 0.01): gender 0.758 at 20, 0.683 at 200; race, which Table 8's models are trained for (the paper does not say what
-# its are; 0.43 are of the largest class), 0.463 at 2, 0.505 at 5, 0.535 at 20 and at 60, and without noise 0.688 at 0.1, 0.723 at
-# 0.2. Without noise and clip (`plain_rate`)
-# Medical MNIST has 0.998 at 0.2, 0.185 at 0.5. Wind (RMSE, SCAFFOLD, ε = 5, two seeds): 0.182 at 0.05, 0.180 at 0.1, 0.179 at
-# 0.2, the same without noise; guessing the mean has 0.293.
+# UTKFace (clip 0.01): gender 0.758 at 20, 0.683 at 200; race, which Table 8's models are trained for (the paper does not say
+# what its are; 0.43 are of the largest class), 0.463 at 2, 0.505 at 5, 0.535 at 20 and at 60, and without noise 0.688 at 0.1,
+# 0.723 at 0.2. Without noise and clip (`plain_rate`) Medical MNIST has 0.998 at 0.2, 0.185 at 0.5. Wind (RMSE, SCAFFOLD, ε = 5,
+# two seeds): 0.182 at 0.05, 0.180 at 0.1, 0.179 at 0.2, the same without noise; guessing the mean has 0.293.
 UDP_RATE = 2.0
 PLAIN_MOST = 0.2  # by Medical MNIST's set-aside rows, for all others: MNIST's CNN diverges at 2 without a clip
 # ResNet-18 as its authors print it: P5 names their paper and no other stem (the one for small images takes twelve times as long).
