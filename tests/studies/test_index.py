@@ -370,6 +370,33 @@ def test_p5s_runs_by_clients_and_rate_have_the_same_runs_without_noise():
         assert [one.get(name) for name in same] == [two.get(name) for name in same]
 
 
+def test_p5s_runs_by_clients_have_the_rates_that_were_chosen_for_so_many_on_set_aside_rows():
+    """With two hundred clients batches are a twentieth of ten clients', and their rate would end in noise. The
+    rates by sampling rate stay as they are."""
+    rates = {}
+    for cell in catalogue()["p5-fig3"].cells:
+        one = dict(cell.job.settings)
+        if "by clients" in cell.row:
+            noised = cell.job.recipe == "udp-fl-staircase"
+            rates.setdefault((cell.job.dataset, one["clients"]), {})[noised] = one["learning_rate"]
+        else:
+            assert one["learning_rate"] in (settings.UDP_RATE, settings.PLAIN_MOST)
+    assert {which: (found[True], found[False]) for which, found in rates.items()} == settings.RATES_BY_CLIENTS
+    longest = {d: max(r for (of, _), (r, _) in settings.RATES_BY_CLIENTS.items() if of == d) for d in ("mnist", "medical_mnist")}
+    assert all(rate < settings.UDP[d]["learning_rate"] for d, rate in longest.items())
+    assert all(plain <= settings.PLAIN_MOST for _, plain in settings.RATES_BY_CLIENTS.values())
+
+
+def test_p5s_row_with_the_authors_optimiser_is_none_of_the_mechanisms_rows():
+    """Its verdict takes the mean of all rows that begin with a dataset and a mechanism."""
+    (row,) = [cell for cell in catalogue()["p5-fig4"].cells if "adam" in cell.row.lower()]
+    (beside,) = [c for c in catalogue()["p5-fig4"].cells if c.row == "MNIST, Gaussian" and c.column == "ε=4"]
+    assert not row.row.startswith(("MNIST, Gaussian", "MNIST, Laplace", "MNIST, Staircase", "MNIST, none"))
+    differs = set(row.job.settings) ^ set(beside.job.settings)
+    assert {name for name, _ in differs} == {"local_optimiser", "learning_rate"}
+    assert dict(row.job.settings)["learning_rate"] == 0.01 and dict(row.job.settings)["local_optimiser"] == "adam"
+
+
 PLUMBING = ("name", "report", "checkpoint_every", "evaluate_every")  # of a study's runner, not of a setting
 
 
