@@ -31,6 +31,7 @@ from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.channel import Clock
 from fedveil.protect.clip import Scale
+from fedveil.protect.counts import takes_rate
 from fedveil.protect.place import Reports
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training import loss_names
@@ -158,6 +159,10 @@ class RunConfig(BaseModel):
     )
     budget_accountant: Literal["moments", "zcdp", "optimal", "advanced", "basic"] = Field(
         "moments", description="which of the papers' accountants counts, with budget = nominal"
+    )
+    nominal_rate: float | None = Field(
+        None, gt=0, le=1, description="q of the papers' own count as they print it (0.01); none: batch_size x cohort_size over "
+        "the distinct training rows. No sound row looks at it"
     )
     client_epsilons: list[Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
         None, description="own budget of each client (repeated in turn); inf: no protection at all"
@@ -469,7 +474,7 @@ def check_config(config: RunConfig) -> None:
             "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
         )
     _check_deviation(config, recipe)
-    _check_budgets(config)
+    _check_budgets(config, recipe)
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
     if recipe.aggregate.needs_public and config.validation <= 0:
@@ -502,7 +507,7 @@ def _check_deviation(config: RunConfig, recipe: Recipe) -> None:
     raise UserError(f"fixed_variance holds the deviation of Gaussian noise on a sum. Here {why}")
 
 
-def _check_budgets(config: RunConfig) -> None:
+def _check_budgets(config: RunConfig, recipe: Recipe) -> None:
     if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
         raise UserError(
             "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
@@ -511,6 +516,11 @@ def _check_budgets(config: RunConfig) -> None:
     if config.budget_accountant != RunConfig.model_fields["budget_accountant"].default and config.budget == "sound":
         raise UserError(
             f"budget_accountant = {config.budget_accountant} counts a nominal budget: set budget = nominal, or leave it out"
+        )
+    if config.nominal_rate is not None and not takes_rate(recipe):
+        raise UserError(
+            f"nominal_rate = {config.nominal_rate:g} is q of the papers' count of local steps, which recipe '{recipe.name}' does "
+            "not have: leave it out, or use a recipe with that count (such as fed-cdp)"
         )
     if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
         raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")

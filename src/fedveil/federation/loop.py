@@ -234,6 +234,7 @@ def _task(
         layers=layout.layers,
         dimension=layout.size,
         copies=dealt.copies,
+        nominal_rate=config.nominal_rate,
     )
     return Task(
         recipe=recipe,
@@ -785,7 +786,8 @@ def cohort_of(prepared: Prepared, number: int) -> np.ndarray:
 def config_hash(config: RunConfig) -> str:
     """Changes whenever anything that decides the releases changes."""
     ignore = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
-    values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k != "table" or v)}
+    later = {"table", "nominal_rate"}  # keys that older runs do not have: unset, they change nothing
+    values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k not in later or v)}
     if named_code(config.recipe) or config.recipe.startswith(GIVEN):
         values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
     if loss_names.own(config.loss):
