@@ -199,6 +199,26 @@ def test_a_run_with_an_infinite_budget_is_written_read_and_reported(tmp_path):
     assert "none" in {row["verdict"] for row in found} and "sound" not in {row["verdict"] for row in found}
 
 
+def test_a_nominal_row_says_whom_it_is_about_where_some_clients_have_no_noise(tmp_path):
+    def nominal(budgets):
+        changes = ["rounds=1", "report=false", f"client_epsilons={budgets}"]
+        rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / budgets)["ledger"]
+        return {row["unit"]: row["reason"] for row in rows if row["observer"] == "server" and row["verdict"] == "nominal"}
+
+    mixed = nominal("[inf, 2]")
+    said = "for clients 1, 3 alone, nothing is counted of clients 0, 2 (no noise is added)"
+    assert set(mixed) == {"example", "client"} and all(said in reason for reason in mixed.values())
+    assert not any("alone" in reason for reason in nominal("[4, 2]").values())
+
+
+def test_a_nominal_row_counts_nothing_of_clients_with_another_law(tmp_path):
+    changes = ["rounds=1", "report=false", "client_epsilons=[2]", 'client_mechanisms=["gaussian", "laplace"]']
+    rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / "run")["ledger"]
+    (shown,) = [row for row in rows if (row["observer"], row["unit"], row["verdict"]) == ("server", "example", "nominal")]
+    assert "for clients 0, 2 alone, nothing is counted of clients 1, 3" in shown["reason"]
+    assert "(" not in shown["reason"].split("clients 1, 3")[1].split(";")[0]  # theirs is a sound row of its own
+
+
 def test_clients_of_different_mechanisms_share_a_budget_and_none_loosens_the_count_of_the_others(tmp_path):
     changes = ["client_epsilons=[8.0]", 'client_mechanisms=["gaussian", "staircase"]', "report=false"]
     rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / "run")["ledger"]
