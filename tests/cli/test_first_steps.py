@@ -146,7 +146,7 @@ def test_mistakes_on_the_command_line_are_caught_whichever_click_typer_brings():
 @pytest.mark.parametrize(
     ("recipe", "changes", "words"),
     [
-        ("fed-cdp-sound", ["target_epsilon=0.001"], ["would be 0.58", "the budget is 0.001. One round costs more", "or calibrate = true"]),
+        ("fed-cdp-sound", ["target_epsilon=0.001"], ["would be 0.58", "budget is 0.001. One round costs", "or calibrate = true"]),
         ("fed-alpha-cdp", ["target_epsilon=0.001", "budget=nominal"], ["nominal epsilon by moments", "nominal_rate = 0.01"]),
         ("fed-alpha-cdp", ["target_epsilon=1"], ["the budget is 1. No budget can hold where nothing finite is promised"]),
     ],

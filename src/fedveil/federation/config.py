@@ -533,21 +533,30 @@ def _check_budgets(config: RunConfig, recipe: Recipe) -> None:
 
 def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     rule = parse_optimiser(config.local_optimiser).rule
+    if recipe.clip.rule.rescales:
+        _check_plain(config, recipe, rule)
     if rule == "sgd":
         return
     if recipe.place.sum_only:
         raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
-    if recipe.clip.rule.rescales:
-        raise UserError(
-            f"local_optimiser = {rule}: clip.rule = {recipe.clip.rule.name} reads gradients off the updates, which plain steps "
-            "only allow; use sgd"
-        )
     if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
         raise UserError(
             f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)"
         )
+
+
+def _check_plain(config: RunConfig, recipe: Recipe, optimiser: str) -> None:
+    """A rule that follows the gradients under their noise takes the noise's own share away, which it knows for plain steps."""
+    name = recipe.clip.rule.name
+    why = f"clip.rule = {name} reads gradients, and the noise's share in them, off the updates, which plain steps"
+    if optimiser != "sgd":
+        raise UserError(f"local_optimiser = {optimiser}: {why} only allow; use sgd")
+    if config.momentum:
+        raise UserError(f"momentum = {config.momentum}: {why} only allow; set momentum = 0")
+    if config.smoothness is not None:
+        raise UserError(f"smoothness = {config.smoothness:g}: {why} only allow; leave it out")
 
 
 CLOCK = ("delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds")

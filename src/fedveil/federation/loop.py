@@ -862,7 +862,7 @@ def _too_dear(prepared: Prepared, over: Exceeded) -> str:
     if over.spent:
         return ""
     if over.epsilon is None:
-        return ". No budget can hold where nothing finite is promised: leave target_epsilon out, or use a recipe with a sound promise"
+        return ". No budget can hold where nothing finite is promised: leave target_epsilon out, or use another recipe"
     ways = ["a larger target_epsilon or sigma", "fewer local_steps", "a smaller batch_size"]
     config, recipe = prepared.config, prepared.task.recipe
     if over.budget.verdict == "nominal":

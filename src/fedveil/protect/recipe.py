@@ -175,6 +175,11 @@ def _steps(r: Recipe) -> str:
         return f"{r.scale.name} is the largest norm of a batch: it exists only for where = step"
     if rule.in_steps and not r.place.in_steps:
         return f"clip.rule = {rule.name} follows the gradients of local steps: where must be step"
+    if rule.rescales and (r.proximal or r.heterogeneity):
+        return (
+            f"clip.rule = {rule.name} reads gradients, and the noise's share in them, off the updates, which plain steps only "
+            "allow: set proximal = 0 and heterogeneity = false"
+        )
     return ""
 
 
