@@ -67,10 +67,10 @@ def harmonize(
             for (epsilon, delta, mechanism, size), found in cache.items()
         )
         return replace(task, own=own, own_epsilon=budgets), notes
-    smallest = min((dealt.size(c) for c in range(min(dealt.clients, 100_000))), default=1)
+    sizes = {dealt.size(c) for c in range(min(dealt.clients, 100_000))}
     assert config.target_epsilon is not None
     rounds = most_participations(task, config)
-    sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest, before)
+    sigma = sigma_for(task, config, config.target_epsilon, rounds, min(sizes), before, largest=max(sizes))
     recipe = replace(task.recipe, sigma=constant(sigma))
     note = f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}"
     if rounds != task.setting.rounds:
@@ -146,8 +146,16 @@ def most_participations(task: Task, config: RunConfig) -> int:
     return max(1, int(np.sort(counts)[-copies:].sum()))
 
 
-def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int) -> list[Event]:
-    """The observer's sound events over `rounds` rounds at constant sigma."""
+def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int, largest: int | None = None) -> list[Event]:
+    """The observer's sound events over `rounds` rounds at constant sigma, for a client of `size` examples; with `largest` events
+    that are at least as strong as those of any client between the two sizes: few examples are drawn more often, and the sums
+    over many are rounded more."""
+    if largest is not None and largest != size:
+        few, many = (events_of(task, config, sigma, rounds, one) for one in (size, largest))
+        return [
+            replace(one, noise=replace(one.noise, multiplier=min(one.noise.multiplier, two.noise.multiplier)))
+            for one, two in zip(few, many, strict=True)
+        ]
     now = moment_of(task, start(task, _zeros(task)))
     at = Moment(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
     unit = task.recipe.place.unit
@@ -169,13 +177,14 @@ def _zeros(task: Task) -> np.ndarray:
 
 
 def sigma_for(
-    task: Task, config: RunConfig, epsilon: float, rounds: int, size: int, before: Sequence[Event] = ()
-) -> float:
-    """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events."""
+    task: Task, config: RunConfig, epsilon: float, rounds: int, size: int, before: Sequence[Event] = (),
+    largest: int | None = None,
+) -> float:  # fmt: skip
+    """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events; largest as there."""
     accountant = config.accountant
 
     def spent(sigma: float) -> float:
-        events = [*before, *events_of(task, config, sigma, rounds, size)]
+        events = [*before, *events_of(task, config, sigma, rounds, size, largest)]
         found = answer(events, config.delta, accountant)
         if found.epsilon is None and accountant == "pld":
             found = answer(events, config.delta, "rdp")
