@@ -141,3 +141,21 @@ def test_mistakes_on_the_command_line_are_caught_whichever_click_typer_brings():
     for words in (["rum"], ["run", "fed-cdp", "--rounds", "3"], ["run"], ["epsilon", "--steps", "x"], []):
         with pytest.raises(cli.errors.ClickException):
             typer.main.get_command(cli.build()).main(words, prog_name="fedveil", standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "words"),
+    [
+        ("fed-cdp-sound", ["target_epsilon=0.001"], ["would be 0.58", "budget is 0.001. One round costs", "or calibrate = true"]),
+        ("fed-alpha-cdp", ["target_epsilon=0.001", "budget=nominal"], ["nominal epsilon by moments", "nominal_rate = 0.01"]),
+        ("fed-alpha-cdp", ["target_epsilon=1"], ["the budget is 1. No budget can hold where nothing finite is promised"]),
+    ],
+    ids=["sound", "nominal", "no promise"],
+)
+def test_a_budget_that_pays_for_no_round_is_told_in_sentences_and_not_in_an_empty_table(call, recipe, changes, words, tmp_path):
+    given = [part for change in ["dataset=cancer", "rounds=2", "report=false", *changes] for part in ("--set", change)]
+    code, out, _ = call("run", recipe, *given, "--out", tmp_path / "run")
+    said = " ".join(out.split())
+    assert code == 0
+    assert all(word in said for word in [*words, "No round was played", "Nothing was released"])
+    assert "delta 0" not in said and "accountant note" not in said and "NOT better" not in said

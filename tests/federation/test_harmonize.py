@@ -2,21 +2,34 @@
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedveil.data.rows import Dataset
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
-from fedveil.federation.harmonize import events_of, expected_participations
-from fedveil.federation.loop import _planned, header_of, play_round, prepare
+from fedveil.federation.harmonize import events_of, expected_participations, most_participations
+from fedveil.federation.loop import (
+    _planned,
+    affordable,
+    cohort_of,
+    header_of,
+    play_round,
+    prepare,
+    release_of,
+)
 from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
 from fedveil.federation.store import open_run
 from fedveil.privacy.accountants import answer
+from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.papers import table_epsilon
 from fedveil.protect import noise, udp
+from fedveil.protect.batches import cohort
+from fedveil.studies.settings import UDP
 
 SMALL = ["dataset=cancer", "clients=4", "rounds=5", "local_steps=4", "batch_size=20"]
 
@@ -46,6 +59,81 @@ def test_all_mechanisms_are_calibrated_to_the_same_epsilon(name, changes):
     if found.epsilon is None:
         found = answer(events, run.config.delta, "rdp")
     assert 3.99 < found.epsilon <= 4.0
+
+
+COHORT = ["clients=20", "cohort_size=3", "rounds=12", "local_steps=2", "batch_size=4", "model=logistic", "calibrate=true",
+          "target_epsilon=3", "report=false"]  # fmt: skip
+
+
+def drawn(config, rounds=12):
+    """How often each client of a seeded run takes part."""
+    draws = [cohort("fixed", config.clients, config.cohort_size, config.seed, number) for number in range(1, rounds + 1)]
+    return np.bincount(np.concatenate(draws), minlength=config.clients)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["udp-fl-gaussian", "udp-fl-staircase"])
+def test_a_calibrated_run_with_a_cohort_plays_its_last_round_within_the_target(name, seed, tmp_path):
+    config = load_config(name, ["dataset=cancer", "partition=iid", *COHORT, f"seed={seed}"])
+    result = simulate(config, tmp_path / "run")
+    assert (result["rounds"], result["stopped"]) == (12, "all rounds done")
+    (row,) = (r for r in result["ledger"] if (r["observer"], r["unit"], r["verdict"]) == ("server", "example", "sound"))
+    most = int(drawn(config).max())
+    assert most > expected_participations(prepare(config).task) == 2
+    # The same by the accountant alone: the client drawn most often, with as few rows as any.
+    run = prepare(config)
+    sigma, sizes = run.task.recipe.sigma.value(0, 12), run.partition.sizes
+    by = "pld" if name == "udp-fl-gaussian" else "rdp"
+    events = [events_of(run.task, run.config, sigma, rounds, int(sizes.min()), int(sizes.max())) for rounds in (most, most + 1)]
+    paid = [answer(one, 1e-5, by).epsilon for one in events]
+    assert row["epsilon"] <= paid[0] * (1 + 1e-8) and 2.99 < paid[0] <= 3.0 < paid[1]
+    assert f"up to {most} uploads in 12 rounds" in " ".join(run.notes)
+
+
+def test_a_calibrated_run_in_which_every_client_holds_every_row_plays_its_last_round_too(tmp_path):
+    config = load_config("udp-fl-gaussian", ["dataset=cancer", "partition=copies", *COHORT])
+    result = simulate(config, tmp_path / "run")
+    assert (result["rounds"], result["stopped"]) == (12, "all rounds done")
+    assert most_participations(prepare(config).task, config) == 36 == drawn(config).sum()  # each upload tells of each row
+
+
+def test_secret_coins_are_calibrated_for_what_is_hardly_ever_exceeded(tmp_path):
+    """0.001 of runs draw some client more often: in 2,000 of other keys at most 11 but once in a million."""
+    config = load_config("udp-fl-gaussian", ["dataset=cancer", "partition=iid", *COHORT, "secure_noise=true"])
+    runs = [prepare(config) for _ in range(2)]
+    most = most_participations(runs[0].task, config)
+    assert len({run.task.recipe.sigma.value(0, 12) for run in runs}) == 1  # a run that is continued keeps its noise
+    seen = [drawn(config.model_copy(update={"seed": seed})).max() for seed in range(1, 2001)]
+    assert sum(count > most for count in seen) <= 11 and max(seen) >= most - 1
+    assert "by chance (below 0.001), the run ends before its last round" in " ".join(runs[0].notes)
+    whole = ["partition=iid", "clients=4", *COHORT[2:], "secure_noise=true"]
+    assert "by chance" not in " ".join(prepare(load_config("udp-fl-gaussian", ["dataset=cancer", *whole])).notes)
+
+
+def test_a_committed_plan_of_secret_coins_is_calibrated_for_everybody_in_every_round(tmp_path):
+    few = ["dataset=cancer", "partition=iid", *COHORT, "rounds=4", "validation=0.2", "target_accuracy=1.0", "secure_noise=true"]
+    config = load_config("fed-cdp-sound", few)
+    assert most_participations(prepare(config).task, config) == 4
+    assert simulate(config, tmp_path / "run")["rounds"] == 4
+
+
+def test_the_setting_of_p5s_figure_3_lasts_for_all_of_its_rounds(tmp_path):
+    """50 clients, 5 in each of 150 rounds, Staircase noise: charged as in a run, without training."""
+    x, y = np.zeros((60000, 2), np.float32), np.arange(60000) % 10
+    given = {**UDP["mnist"], "clients": 50, "cohort_size": 5, "batch_size": 60, "target_epsilon": 5.0}
+    config = load_config("udp-fl-staircase", {**given, "dataset": "mnist", "model": "logistic", "features": None})
+    run = prepare(config, Dataset("mnist", x, y, x[:10], y[:10], 10))
+    most = int(drawn(config, 150).max())
+    assert most > 15
+    state = start(run.task, run.initial)
+    with Ledger.create(tmp_path / "ledger", header_of(run)) as ledger:
+        for index in range(150):
+            now = moment_of(run.task, replace(state, round=index))
+            clients, ended = affordable(run, ledger, now, cohort_of(run, now.number))
+            assert not ended, (index, ended)
+            ledger.spend(release_of(run, now, clients))
+        assert 4.9 < ledger.epsilon("server", "example") <= 5.0
+        assert ledger.participations().max() == most
 
 
 @pytest.mark.parametrize(("lam", "nu"), [(0.5, None), (1.0, 0.3), (3.0, None)])
@@ -197,6 +285,26 @@ def test_a_run_with_an_infinite_budget_is_written_read_and_reported(tmp_path):
     rows = simulate(config, tmp_path / "run", resume=True)["ledger"]
     found = [row for row in rows if (row["observer"], row["unit"]) == ("server", "example")]
     assert "none" in {row["verdict"] for row in found} and "sound" not in {row["verdict"] for row in found}
+
+
+def test_a_nominal_row_says_whom_it_is_about_where_some_clients_have_no_noise(tmp_path):
+    def nominal(budgets):
+        changes = ["rounds=1", "report=false", f"client_epsilons={budgets}"]
+        rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / budgets)["ledger"]
+        return {row["unit"]: row["reason"] for row in rows if row["observer"] == "server" and row["verdict"] == "nominal"}
+
+    mixed = nominal("[inf, 2]")
+    said = "for clients 1, 3 alone, nothing is counted of clients 0, 2 (no noise is added)"
+    assert set(mixed) == {"example", "client"} and all(said in reason for reason in mixed.values())
+    assert not any("alone" in reason for reason in nominal("[4, 2]").values())
+
+
+def test_a_nominal_row_counts_nothing_of_clients_with_another_law(tmp_path):
+    changes = ["rounds=1", "report=false", "client_epsilons=[2]", 'client_mechanisms=["gaussian", "laplace"]']
+    rows = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / "run")["ledger"]
+    (shown,) = [row for row in rows if (row["observer"], row["unit"], row["verdict"]) == ("server", "example", "nominal")]
+    assert "for clients 0, 2 alone, nothing is counted of clients 1, 3" in shown["reason"]
+    assert "(" not in shown["reason"].split("clients 1, 3")[1].split(";")[0]  # theirs is a sound row of its own
 
 
 def test_clients_of_different_mechanisms_share_a_budget_and_none_loosens_the_count_of_the_others(tmp_path):

@@ -6,18 +6,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedveil.data.rows import Dataset
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
-from fedveil.federation.loop import play_round, prepare
+from fedveil.federation.loop import (
+    _planned,
+    affordable,
+    cohort_of,
+    header_of,
+    play_round,
+    prepare,
+    release_of,
+)
 from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noised_of, plan_of, start
 from fedveil.federation.store import open_run
 from fedveil.federation.view import view
-from fedveil.privacy.papers import condition_words
+from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.papers import condition_words, table_epsilon
 from fedveil.protect import udp
 from fedveil.protect.catalogue import catalogue
 from fedveil.protect.noise import joint_staircase
 from fedveil.protect.promise import claims
+from fedveil.studies.settings import FEDERATED
 
 SMALL = ["dataset=cancer", "clients=2", "rounds=4", "local_steps=3", "batch_size=20"]
 
@@ -243,3 +254,79 @@ def test_where_the_noise_follows_the_norm_of_the_mean_the_figure_is_what_it_foll
     private = play_round(run, start(run.task, run.initial), np.array([0]))[2]
     assert private["noise_deviation"] == pytest.approx(6 * private["mean_gradient_norm_max"], rel=1e-6)
 
+
+
+# dataset: distinct rows, classes, ε that P3's Table 6 prints for Fed-CDP (Cancer: P1's Table VI, whose number is recomputable)
+FIVE = {"mnist": (50000, 10, 0.823), "cifar10": (40000, 10, 0.823), "lfw": (2267, 62, 0.636), "adult": (36631, 2, 0.276),
+        "cancer": (426, 2, 0.147)}  # fmt: skip
+
+
+def of_five(dataset, recipe, *more):
+    """The papers' setting on rows that are made up: a count looks at numbers alone."""
+    rows, classes, _ = FIVE[dataset]
+    x, y = np.zeros((rows, 3), np.float32), np.arange(rows) % classes
+    made = Dataset(dataset, x, y, x[:5], y[:5], classes)
+    given = {**FEDERATED[dataset], "dataset": dataset, "model": "logistic", "report": False}
+    return prepare(load_config(recipe, {**given, **dict(more)}), made)
+
+
+def rounds_within(prepared, path):
+    """The rounds that the budget lets through, charged without training."""
+    state = start(prepared.task, prepared.initial)
+    with Ledger.create(path, header_of(prepared)) as ledger:
+        for index in range(prepared.config.rounds):
+            now = moment_of(prepared.task, replace(state, round=index))
+            clients, ended = affordable(prepared, ledger, now, cohort_of(prepared, now.number))
+            if ended:
+                return index, ledger.table()
+            ledger.spend(release_of(prepared, now, clients))
+        return prepared.config.rounds, ledger.table()
+
+
+@pytest.mark.parametrize("dataset", FIVE)
+def test_with_the_papers_rate_a_nominal_budget_lets_the_papers_rounds_through(dataset, tmp_path):
+    epsilon = FIVE[dataset][2]
+    limit = [("budget", "nominal"), ("target_epsilon", epsilon), ("nominal_rate", 0.01)]
+    prepared = of_five(dataset, "fed-cdp", *limit)
+    rounds = prepared.config.rounds
+    theirs, one_more = (table_epsilon("moments", 6.0, 0.01, 100 * count, 1e-5) for count in (rounds, rounds + 1))
+    assert theirs <= epsilon < one_more
+    done, table = rounds_within(prepared, tmp_path / "ledger")
+    assert done == rounds
+    (row,) = [row for row in table if (row.observer, row.unit, row.verdict) == ("server", "example", "nominal")]
+    assert row.epsilon == pytest.approx(theirs, abs=2e-4)
+    own = prepared.config.batch_size * 100 / FIVE[dataset][0]
+    assert f"q = 0.01 was given by hand, as the paper has it (B*K/|D| of this data is {own:.3g})" in row.reason
+
+
+@pytest.mark.parametrize(("dataset", "rounds"), [("lfw", 0), ("cancer", 0)])
+def test_without_it_the_datas_own_rate_ends_the_papers_runs_at_once(dataset, rounds, tmp_path):
+    prepared = of_five(dataset, "fed-cdp", ("budget", "nominal"), ("target_epsilon", FIVE[dataset][2]))
+    assert rounds_within(prepared, tmp_path / "ledger")[0] == rounds
+
+
+@pytest.mark.parametrize("recipe", ["fed-cdp", "fed-alpha-cdp", "dp-baseline", "udp-fl-gaussian", "adaclip"])
+def test_a_given_rate_moves_no_sound_row(recipe, tmp_path):
+    def rows(*more):
+        prepared = prepare(load_config(recipe, [*SMALL, "report=false", *more]))
+        with Ledger.create(tmp_path / f"ledger{len(more)}", header_of(prepared)) as ledger:
+            for entry in _planned(prepared):
+                ledger.spend(entry)
+            return ledger.table()
+
+    plain, given = rows(), rows("nominal_rate=0.01")
+    assert [row for row in plain if row.verdict != "nominal"] == [row for row in given if row.verdict != "nominal"]
+    before, after = ([row.epsilon for row in found if row.accountant == "moments"] for found in (plain, given))
+    assert before and len(before) == len(after) and before != after
+
+
+@pytest.mark.parametrize("recipe", ["non-private", "fed-cdp-sound", "sum-cdp", "fed-sdp", "ldp-fl", "nbafl", "udp-fl-laplace"])
+def test_a_rate_is_refused_where_no_count_takes_it(recipe):
+    with pytest.raises(UserError, match=r"nominal_rate = 0\.01 is q of the papers' count of local steps"):
+        load_config(recipe, ["nominal_rate=0.01"])
+
+
+@pytest.mark.parametrize("rate", ["0", "-0.1", "1.5", "inf"])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(UserError, match="nominal_rate"):
+        load_config("fed-cdp", [f"nominal_rate={rate}"])

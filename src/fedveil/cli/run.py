@@ -173,7 +173,7 @@ def _write_report(folders: list[Path], path: Path) -> None:
 
 
 def _show(result: Document) -> None:
-    from fedveil.cli.common import Notes, figure, print_table
+    from fedveil.cli.common import figure
 
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
     quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
@@ -182,9 +182,24 @@ def _show(result: Document) -> None:
     more = [f"{k.removeprefix('test_')} {figure(v)}" for k, v in result.items() if k.startswith("test_") and k not in known]
     if more:
         print(", ".join(more))
-    if result.get("judgement"):
+    if result.get("judgement") and result["rounds"]:
         print(f"The model is {result['judgement']}.")
     print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")
+    _show_rows(result["ledger"])
+    if result["rounds"] == 0:
+        print("No round was played: the model in the run directory is the untrained first one.")
+    elif result["simulated"]:
+        print("Noise was seeded: sound promises hold when deployed with secret noise (secure_noise = true).")
+    page = Path(result["run"]) / "report.html"
+    print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
+
+
+def _show_rows(ledger: list[Document]) -> None:
+    from fedveil.cli.common import Notes, figure, print_table
+
+    if not ledger:
+        print("Nothing was released, so there is nothing that an observer may learn.")
+        return
     notes = Notes()
     rows = [
         [
@@ -195,21 +210,16 @@ def _show(result: Document) -> None:
             row["accountant"] or "-",
             notes.mark(row["reason"]),
         ]
-        for row in result["ledger"]
+        for row in ledger
     ]
     columns = ["observer", "unit", "epsilon", "verdict", "accountant", "note"]
-    delta = max((row["delta"] for row in result["ledger"]), default=0.0)
     print_table(
-        f"What each observer may learn (delta {delta:g})",
+        f"What each observer may learn (delta {max(row['delta'] for row in ledger):g})",
         columns,
         rows,
         right=["epsilon"],
         notes=notes.lines(),
     )
-    if result["simulated"]:
-        print("Noise was seeded: sound promises hold when deployed with secret noise (secure_noise = true).")
-    page = Path(result["run"]) / "report.html"
-    print(f"Run directory: {result['run']}" + ("; open report.html there" if page.exists() else ""))
 
 
 def _tracker(kind: str | None, folder: Path, config: RunConfig) -> AbstractContextManager[Callable[[RoundFacts], None] | None]:

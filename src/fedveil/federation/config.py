@@ -31,6 +31,7 @@ from fedveil.privacy.schedules import Schedule, following_rate
 from fedveil.protect.catalogue import ALIASES, catalogue, get, named_code, own
 from fedveil.protect.channel import Clock
 from fedveil.protect.clip import Scale
+from fedveil.protect.counts import takes_rate
 from fedveil.protect.place import Reports
 from fedveil.protect.recipe import KEYS, Recipe, as_text, spell, with_changes
 from fedveil.training import loss_names
@@ -158,6 +159,10 @@ class RunConfig(BaseModel):
     )
     budget_accountant: Literal["moments", "zcdp", "optimal", "advanced", "basic"] = Field(
         "moments", description="which of the papers' accountants counts, with budget = nominal"
+    )
+    nominal_rate: float | None = Field(
+        None, gt=0, le=1, description="q of the papers' own count as they print it (0.01); none: batch_size x cohort_size over "
+        "the distinct training rows. No sound row looks at it"
     )
     client_epsilons: list[Annotated[float, Field(allow_inf_nan=True)]] | None = Field(
         None, description="own budget of each client (repeated in turn); inf: no protection at all"
@@ -291,6 +296,15 @@ CENTRAL_DEFAULTS: JsonObject = {"clients": 1, "partition": "iid", "cohort_size":
 CENTRAL_BATCH = {"mnist": 600, "fashion_mnist": 600, "cifar10": 500, "lfw": 22, "location30": 100}
 
 
+# UDP-FL (P5 section 5.1): a sampling rate of 0.05, and "2 local epochs", which are two noisy steps. Training rows by dataset, of
+# which a client has its part (CIFAR-10: what most copies hold; 50,000 with all of its files).
+UDP_RATE, UDP_STEPS = 0.05, 2
+TRAINING_ROWS = {
+    "cancer": 426, "cancer_raw": 426, "digits": 1437, "mnist": 60000, "fashion_mnist": 60000, "cifar10": 40000, "lfw": 2267,
+    "adult": 36631, "sst2": 6920, "ag_news": 30000, "location30": 4008, "medical_mnist": 6000, "utkface": 4000, "wind": 126700,
+}  # fmt: skip
+
+
 @contextmanager
 def trusting_code() -> Iterator[None]:
     """Within this block a configuration may name a recipe of the user's own package, which is then imported."""
@@ -364,6 +378,8 @@ def make_config(
     if known is not None and known.about.central:
         base.update(CENTRAL_DEFAULTS)
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
+    if known is not None and known.about.udp:
+        base |= {"local_steps": UDP_STEPS, **_udp_batch(dataset, {**base, **merged})}
     if known is not None and known.place.sum_only:
         base["local_steps"] = 1
     if merged.get("model") == "adassp":
@@ -378,6 +394,18 @@ def make_config(
     config.built_recipe()
     check_config(config)
     return config
+
+
+def _udp_batch(dataset: str, values: Document) -> JsonObject:
+    """P5's share of what each client holds on average; nothing where that is only known when the file is read."""
+    options = values.get("partition_options") or {}
+    each = options.get("examples_per_client") if isinstance(options, Mapping) else None
+    if each is None:
+        rows, limit, clients = TRAINING_ROWS.get(dataset), values.get("limit"), values.get("clients", 10)
+        each = min(rows, limit) if isinstance(limit, int) and rows is not None else rows
+        if isinstance(each, int) and isinstance(clients, int) and values.get("partition") != "copies":
+            each = each / max(clients, 1)
+    return {"batch_size": max(1, round(UDP_RATE * each))} if isinstance(each, int | float) else {}
 
 
 def config_of(recipe: str | Recipe, settings: Mapping[str, object]) -> RunConfig:
@@ -469,7 +497,7 @@ def check_config(config: RunConfig) -> None:
             "client_epsilons: the two-valued randomiser has one epsilon for all; set epsilon instead"
         )
     _check_deviation(config, recipe)
-    _check_budgets(config)
+    _check_budgets(config, recipe)
     if config.calibrate and config.target_epsilon is None and not config.client_epsilons:
         raise UserError("calibrate = true needs target_epsilon (or client_epsilons)")
     if recipe.aggregate.needs_public and config.validation <= 0:
@@ -502,7 +530,7 @@ def _check_deviation(config: RunConfig, recipe: Recipe) -> None:
     raise UserError(f"fixed_variance holds the deviation of Gaussian noise on a sum. Here {why}")
 
 
-def _check_budgets(config: RunConfig) -> None:
+def _check_budgets(config: RunConfig, recipe: Recipe) -> None:
     if config.budget == "nominal" and (config.calibrate or config.target_epsilon is None or config.client_epsilons):
         raise UserError(
             "budget = nominal stops a run where a paper would stop: it needs target_epsilon, and neither calibrate nor "
@@ -511,6 +539,11 @@ def _check_budgets(config: RunConfig) -> None:
     if config.budget_accountant != RunConfig.model_fields["budget_accountant"].default and config.budget == "sound":
         raise UserError(
             f"budget_accountant = {config.budget_accountant} counts a nominal budget: set budget = nominal, or leave it out"
+        )
+    if config.nominal_rate is not None and not takes_rate(recipe):
+        raise UserError(
+            f"nominal_rate = {config.nominal_rate:g} is q of the papers' count of local steps, which recipe '{recipe.name}' does "
+            "not have: leave it out, or use a recipe with that count (such as fed-cdp)"
         )
     if any(not epsilon > 0 for epsilon in config.client_epsilons or ()):
         raise UserError("client_epsilons: budgets must be above 0 (inf: no protection)")
@@ -523,21 +556,30 @@ def _check_budgets(config: RunConfig) -> None:
 
 def _check_optimiser(config: RunConfig, recipe: Recipe) -> None:
     rule = parse_optimiser(config.local_optimiser).rule
+    if recipe.clip.rule.rescales:
+        _check_plain(config, recipe, rule)
     if rule == "sgd":
         return
     if recipe.place.sum_only:
         raise UserError(f"local_optimiser = {rule}: with where = sum clients send gradients, and none takes a local step")
-    if recipe.clip.rule.rescales:
-        raise UserError(
-            f"local_optimiser = {rule}: clip.rule = {recipe.clip.rule.name} reads gradients off the updates, which plain steps "
-            "only allow; use sgd"
-        )
     if recipe.aggregate.knows_senders:
         raise UserError(f"local_optimiser = {rule}: scaffold's control variates assume plain local steps; use sgd")
     if config.momentum:
         raise UserError(
             f"momentum = {config.momentum} is for local_optimiser = sgd; {rule} has its own (beta1)"
         )
+
+
+def _check_plain(config: RunConfig, recipe: Recipe, optimiser: str) -> None:
+    """A rule that follows the gradients under their noise takes the noise's own share away, which it knows for plain steps."""
+    name = recipe.clip.rule.name
+    why = f"clip.rule = {name} reads gradients, and the noise's share in them, off the updates, which plain steps"
+    if optimiser != "sgd":
+        raise UserError(f"local_optimiser = {optimiser}: {why} only allow; use sgd")
+    if config.momentum:
+        raise UserError(f"momentum = {config.momentum}: {why} only allow; set momentum = 0")
+    if config.smoothness is not None:
+        raise UserError(f"smoothness = {config.smoothness:g}: {why} only allow; leave it out")
 
 
 CLOCK = ("delay_proposals", "compute_seconds", "network_seconds", "overrun_seconds")

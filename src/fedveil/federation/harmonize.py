@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy.stats import binom
 
 from fedveil.data.partition import Partition
 from fedveil.errors import UserError
@@ -19,7 +20,10 @@ from fedveil.protect.clip import constant
 from fedveil.protect.law import clip_for
 from fedveil.protect.promise import claims
 from fedveil.protect.recipe import Recipe, with_changes
+from fedveil.protect.sampling import Everybody
 from fedveil.protect.setting import Moment
+
+RARE = 1e-3  # chance that a run with secret coins draws some client more often than it was calibrated for
 
 
 def harmonize(
@@ -29,11 +33,15 @@ def harmonize(
 
     before: what was released about the same units before training, and comes out of the same budget.
 
-    A client is calibrated for the participations it can expect, ceil(rounds * cohort / clients); the ledger still
-    stops it before it would exceed its budget if chance picks it more often.
+    A budget of all is kept to the last round: the noise is that of whoever is drawn most often (`most_participations`). Clients
+    with budgets of their own are calibrated for the participations they can expect, ceil(rounds * cohort / clients), and sit
+    out where chance picks them more often: the ledger stops each before it would exceed its budget.
+
+    Formal guarantee: none is needed of this choice. Sigma is a function of public numbers and of coins that no row decides, and
+    the ledger judges what is really released, whatever was foreseen.
     """
-    rounds = expected_participations(task)
     if config.client_epsilons:
+        rounds = expected_participations(task)
         mechanisms = config.client_mechanisms or [task.recipe.law.name if task.recipe.law else "none"]
         own: dict[int, tuple[Recipe, float]] = {}
         budgets: dict[int, float] = {}
@@ -59,13 +67,17 @@ def harmonize(
             for (epsilon, delta, mechanism, size), found in cache.items()
         )
         return replace(task, own=own, own_epsilon=budgets), notes
-    smallest = min((dealt.size(c) for c in range(min(dealt.clients, 10_000))), default=1)
+    sizes = {dealt.size(c) for c in range(min(dealt.clients, 100_000))}
     assert config.target_epsilon is not None
-    sigma = sigma_for(task, config, config.target_epsilon, rounds, smallest, before)
+    rounds = most_participations(task, config)
+    sigma = sigma_for(task, config, config.target_epsilon, rounds, min(sizes), before, largest=max(sizes))
     recipe = replace(task.recipe, sigma=constant(sigma))
-    return replace(task, recipe=recipe), (
-        f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}",
-    )
+    note = f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}"
+    if rounds != task.setting.rounds:
+        note += f", for an example of which up to {rounds} uploads in {task.setting.rounds} rounds tell"
+    if not _draws_known(task, config):
+        note += f"; if one tells more, by chance (below {RARE:g}), the run ends before its last round"
+    return replace(task, recipe=recipe), (note,)
 
 
 def delta_of(config: RunConfig, client: int) -> float:
@@ -103,8 +115,47 @@ def expected_participations(task: Task) -> int:
     return max(1, math.ceil(setting.rounds * min(1.0, setting.cohort / setting.clients)))
 
 
-def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int) -> list[Event]:
-    """The observer's sound events over `rounds` rounds at constant sigma."""
+def _draws_known(task: Task, config: RunConfig) -> bool:
+    """Is it known before the first round how often each client is drawn? Coins of the system's entropy fall anew when a run is
+    continued, so nothing is built on those of one start."""
+    setting, recipe = task.setting, task.recipe
+    everybody = isinstance(recipe.cohort, Everybody) or setting.cohort >= setting.clients
+    return everybody or recipe.place.scope == "everyone" or not config.secure_noise
+
+
+def most_participations(task: Task, config: RunConfig) -> int:
+    """The most uploads of one run that are about one unit: what the ledger's worst row will count at the last round.
+
+    Formal guarantee: for seeded runs exact, because cohorts are drawn from keys that no data enters (`Cohort.draw`); an example
+    that `copies` clients may hold is counted with the `copies` that are drawn most often, as the ledger counts it. For runs with
+    secret coins an upper bound but for a probability of RARE: by the binomial law of each client's draws (rounds are
+    independent), and a union bound over all clients. Whatever happens, the ledger counts what was really drawn.
+    """
+    setting, recipe = task.setting, task.recipe
+    if recipe.place.scope == "everyone":
+        return setting.rounds
+    copies = min(setting.copies, setting.clients) if recipe.place.unit == "example" else 1
+    if not _draws_known(task, config):
+        if config.target_accuracy is not None:  # the committed plan counts everybody in every round
+            return copies * setting.rounds
+        rate = min(1.0, max(setting.cohort, round(setting.cohort)) / setting.clients)
+        return copies * max(1, int(binom.isf(RARE / setting.clients, setting.rounds, rate)))
+    counts = np.zeros(setting.clients, np.int64)
+    for number in range(1, setting.rounds + 1):
+        counts[recipe.cohort.draw(setting.clients, setting.cohort, task.root, number)] += 1
+    return max(1, int(np.sort(counts)[-copies:].sum()))
+
+
+def events_of(task: Task, config: RunConfig, sigma: float, rounds: int, size: int, largest: int | None = None) -> list[Event]:
+    """The observer's sound events over `rounds` rounds at constant sigma, for a client of `size` examples; with `largest` events
+    that are at least as strong as those of any client between the two sizes: few examples are drawn more often, and the sums
+    over many are rounded more."""
+    if largest is not None and largest != size:
+        few, many = (events_of(task, config, sigma, rounds, one) for one in (size, largest))
+        return [
+            replace(one, noise=replace(one.noise, multiplier=min(one.noise.multiplier, two.noise.multiplier)))
+            for one, two in zip(few, many, strict=True)
+        ]
     now = moment_of(task, start(task, _zeros(task)))
     at = Moment(now.number, now.bounds, (sigma,) * len(now.sigmas), now.epsilon, now.arrived)
     unit = task.recipe.place.unit
@@ -126,13 +177,14 @@ def _zeros(task: Task) -> np.ndarray:
 
 
 def sigma_for(
-    task: Task, config: RunConfig, epsilon: float, rounds: int, size: int, before: Sequence[Event] = ()
-) -> float:
-    """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events."""
+    task: Task, config: RunConfig, epsilon: float, rounds: int, size: int, before: Sequence[Event] = (),
+    largest: int | None = None,
+) -> float:  # fmt: skip
+    """Smallest sigma (within 0.1 %, never above the budget) by bisection on the recipe's own events; largest as there."""
     accountant = config.accountant
 
     def spent(sigma: float) -> float:
-        events = [*before, *events_of(task, config, sigma, rounds, size)]
+        events = [*before, *events_of(task, config, sigma, rounds, size, largest)]
         found = answer(events, config.delta, accountant)
         if found.epsilon is None and accountant == "pld":
             found = answer(events, config.delta, "rdp")

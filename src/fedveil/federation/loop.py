@@ -53,9 +53,10 @@ from fedveil.models import features, nets
 from fedveil.models.backbones import digests_in, named_in
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
-from fedveil.privacy.ledger import Budget, Header, Ledger, commit
+from fedveil.privacy.ledger import Budget, Exceeded, Header, Ledger, commit
 from fedveil.protect import bounded
 from fedveil.protect.catalogue import named_code
+from fedveil.protect.counts import takes_rate
 from fedveil.protect.promise import divergence, release, unpaid
 from fedveil.protect.recipe import Recipe, digest
 from fedveil.protect.setting import Moment, Setting
@@ -234,6 +235,7 @@ def _task(
         layers=layout.layers,
         dimension=layout.size,
         copies=dealt.copies,
+        nominal_rate=config.nominal_rate,
     )
     return Task(
         recipe=recipe,
@@ -785,7 +787,8 @@ def cohort_of(prepared: Prepared, number: int) -> np.ndarray:
 def config_hash(config: RunConfig) -> str:
     """Changes whenever anything that decides the releases changes."""
     ignore = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
-    values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k != "table" or v)}
+    later = {"table", "nominal_rate"}  # keys that older runs do not have: unset, they change nothing
+    values = {k: v for k, v in config.model_dump().items() if k not in ignore and (k not in later or v)}
     if named_code(config.recipe) or config.recipe.startswith(GIVEN):
         values["recipe"] = digest(config.built_recipe())  # what the name stands for may change
     if loss_names.own(config.loss):
@@ -849,8 +852,25 @@ def affordable(prepared: Prepared, ledger: Ledger, now: Moment, drawn: np.ndarra
         why = ledger.would_exceed(release_of(prepared, now, clients))
         if why:
             which = "the nominal target_epsilon" if config.budget == "nominal" else "target_epsilon"
-            return clients, f"{which} = {config.target_epsilon} would be exceeded: {why[0]}"
+            said = f"{which} = {config.target_epsilon} would be exceeded: {why[0]}"
+            return clients, said + (_too_dear(prepared, why[0]) if now.number == 1 else "")
     return clients, ""
+
+
+def _too_dear(prepared: Prepared, over: Exceeded) -> str:
+    """What to change where the budget does not even pay for the first round."""
+    if over.spent:
+        return ""
+    if over.epsilon is None:
+        return ". No budget can hold where nothing finite is promised: leave target_epsilon out, or use another recipe"
+    ways = ["a larger target_epsilon or sigma", "fewer local_steps", "a smaller batch_size"]
+    config, recipe = prepared.config, prepared.task.recipe
+    if over.budget.verdict == "nominal":
+        if config.nominal_rate is None and takes_rate(recipe):
+            ways.append("the papers' own q instead of the data's (nominal_rate = 0.01)")
+    elif not config.calibrate:
+        ways.append("calibrate = true, which chooses sigma by the budget")
+    return f". One round costs more than the whole budget: set {', '.join(ways[:-1])}, or {ways[-1]}"
 
 
 def record_round(

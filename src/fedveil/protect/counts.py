@@ -34,15 +34,28 @@ def _times(values: tuple[float, ...]) -> dict[float, int]:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """P1 to P3: the moments accountant with the global rate B*K/|D| and the printed sigma, for every local step."""
+    """P1 to P3: the moments accountant with the global rate B*K/|D| and the printed sigma, for every local step.
+
+    The papers put q = 0.01 for every dataset, which is B*K/|D| for none but the largest: `Setting.nominal_rate` is theirs.
+
+    Formal guarantee: none, with either rate.
+    """
+
+    @staticmethod
+    def counts(recipe: Recipe) -> bool:
+        """Is anything of this recipe counted so?"""
+        return isinstance(recipe.law, Gaussian) and recipe.place.in_steps
 
     def claims(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> list[Claim]:
-        if not isinstance(recipe.law, Gaussian) or not recipe.place.in_steps:
+        if not self.counts(recipe):
             return []
-        rate = min(1.0, setting.batch * setting.cohort / setting.examples)
+        own = min(1.0, setting.batch * setting.cohort / setting.examples)
+        rate = own if setting.nominal_rate is None else setting.nominal_rate
         reasons = (
             ["steps of one client are not Poisson samples of all clients' data"] if setting.clients > 1 else []
         )
+        if setting.nominal_rate is not None:
+            reasons.insert(0, f"q = {rate:g} was given by hand, as the paper has it (B*K/|D| of this data is {own:.3g})")
         if recipe.clip.by_layer:
             reasons.append(f"sigma is not divided by the square root of the {setting.layers} layers")
         if recipe.scale.batch:
@@ -63,6 +76,11 @@ class LocalSteps:
                 as_client = Event(event.noise, event.sampling, "add-remove", "client", count)
                 out.append(Claim("server", "client", "nominal", same, as_client, "everyone", "moments"))
         return out
+
+
+def takes_rate(recipe: Recipe) -> bool:
+    """Is there a count of this recipe that a given rate (`Setting.nominal_rate`) says something about?"""
+    return any(isinstance(count, LocalSteps) and count.counts(recipe) for count in recipe.counted)
 
 
 @dataclass(frozen=True)

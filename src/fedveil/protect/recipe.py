@@ -45,6 +45,11 @@ class About:
         """Is it about one holder of all data? Its configuration then starts from other defaults."""
         return self.family == "central"
 
+    @property
+    def udp(self) -> bool:
+        """Is it of the paper on UDP-FL, whose batches and local steps are its own?"""
+        return self.paper == "P5"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -175,6 +180,11 @@ def _steps(r: Recipe) -> str:
         return f"{r.scale.name} is the largest norm of a batch: it exists only for where = step"
     if rule.in_steps and not r.place.in_steps:
         return f"clip.rule = {rule.name} follows the gradients of local steps: where must be step"
+    if rule.rescales and (r.proximal or r.heterogeneity):
+        return (
+            f"clip.rule = {rule.name} reads gradients, and the noise's share in them, off the updates, which plain steps only "
+            "allow: set proximal = 0 and heterogeneity = false"
+        )
     return ""
 
 

@@ -22,6 +22,7 @@ class Setting:
     dimension: int
     copies: int = 1  # clients that may hold the same example
     colluders: int = 1
+    nominal_rate: float | None = None  # q as a paper prints it, for its own count alone; no sound claim looks at it
     engine: str = "native"  # whose sums are noised; the slack of rounding is that of the loosest proven one
 
 

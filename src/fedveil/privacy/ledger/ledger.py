@@ -512,7 +512,20 @@ class Ledger:
         answer, relation = self._judged(view, pair, chosen, delta, name, committed=False)
         if answer.epsilon is not None:
             answer = replace(answer, verdict="nominal")
-        return self._row(pair, answer, relation, reasons)
+        return self._row(pair, answer, relation, [*self._only_some(pair, chosen), *reasons])
+
+    def _only_some(self, pair: Pair, chosen: Callable[[Claim], bool]) -> list[str]:
+        """For whom a row stands where it counts nothing of some clients that took part: others' noise says nothing of them."""
+        book = self._book
+        parts = {part for part, claim, _ in book.by_pair.get(pair, ()) if chosen(claim)}
+        counted = book.who_met(parts)
+        left_out = (self.participations() > 0) & ~counted
+        if not left_out.any():
+            return []
+        met = book.met()[np.flatnonzero(left_out)].indices
+        why = dict.fromkeys(end.reason for end in book.ends.get(pair, ()) if end.part in met)
+        about = f" ({', '.join(why)})" if why else ""
+        return [f"for {_named(counted)} alone, nothing is counted of {_named(left_out)}{about}"]
 
     def _row(self, pair: Pair, answer: Answer, relation: str, reasons: Sequence[str]) -> Row:
         said = [*reasons, answer.reason]
@@ -548,6 +561,14 @@ def _is_sound(claim: Claim) -> bool:
 def _nominal(name: str, default: str) -> Callable[[Claim], bool]:
     """Chooses the nominal claims that are counted with accountant `name`."""
     return lambda claim: claim.verdict == "nominal" and (claim.accountant or default) == name
+
+
+def _named(chosen: np.ndarray) -> str:
+    """Clients by their numbers, or how many they are."""
+    numbers = np.flatnonzero(chosen).tolist()
+    if len(numbers) > 8:
+        return f"{len(numbers)} clients"
+    return f"client{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 def _reasons(claims: Iterable[Claim]) -> list[str]:
