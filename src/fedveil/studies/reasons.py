@@ -69,6 +69,7 @@ REASONS: dict[str, str] = {
     "adaclip-cuts": "the rule and not the noise (row with hardly any noise): its scale follows the spread of the batch's mean, "
     "as published (but once a round of 100 steps, where the published rule follows it every step), and single examples, which "
     "are hundreds of times longer in its units, are cut to 1",
+    "cadence": "how often the rule is followed: published after every iteration, here after every 100; more often is worse",
     "clip-alone": "gradients clipped to C layer by layer as in the rows below, without noise: what no noise can be better than",
     "first-crossing": "the first round (of 100 steps) at whose end the target is reached; the paper gives DP-baseline all its "
     "iterations. Near the end of a run 0.9596 and 0.960 can be 2,000 iterations apart",
