@@ -51,7 +51,7 @@ PROMISE: dict[str, str] = {
     "fixed_variance": "yes: sigma moves with the bound",
     "budget": "yes: `nominal` limits a paper's count and protects nobody",
     "budget_accountant": "yes: where a nominal budget ends a run",
-    "nominal_rate": "no sound row: the papers' own count, and where a nominal budget ends a run",
+    "nominal_rate": "yes: nominal rows, and where a nominal budget ends a run; no sound one",
     "client_epsilons": "yes",
     "client_deltas": "yes",
     "client_mechanisms": "yes",

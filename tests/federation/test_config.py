@@ -144,3 +144,8 @@ def test_other_recipes_keep_the_datasets_batch_and_steps():
     for recipe in ("fed-cdp", "fed-sdp", "ldp-fl", "non-private"):
         config = load_config(recipe, ["dataset=medical_mnist"])
         assert (config.batch_size, config.local_steps) == (5, 100)
+
+
+def test_both_shipped_configurations_of_wind_standardise_its_inputs_by_the_same_public_constants():
+    one, two = (load_config(name).features for name in ("wind-scaffold", "udp-fl-wind"))
+    assert one == two and one.startswith("standard:")

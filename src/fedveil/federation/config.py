@@ -144,7 +144,9 @@ class RunConfig(BaseModel):
     delta: float = Field(1e-5, gt=0, lt=1)
     accountant: str = "pld"
     observer: Observer = Field("server", description="whose epsilon is shown, targeted and calibrated")
-    calibrate: bool = Field(False, description="choose sigma so that target_epsilon is met at the last round")
+    calibrate: bool = Field(
+        False, description="choose sigma so that target_epsilon is met at the last round, for whoever is drawn most often too"
+    )
     target_epsilon: float | None = Field(None, gt=0, description="stop before this epsilon is exceeded")
     target_accuracy: float | None = Field(
         None, gt=0, le=1, description="stop at this accuracy on the validation set"
