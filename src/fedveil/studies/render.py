@@ -105,10 +105,18 @@ def markdown(
 def _run_time(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:
     """How long the jobs of the page took, as far as they are there."""
     keys = {key_of(job, seed) for job, seed in chosen.runs}
-    kept = [line.get("seconds") for key, line in done.items() if key in keys and "result" in line]
-    spent = [one for one in kept if isinstance(one, int | float)]
+    spent = [one for key, line in done.items() if key in keys and (one := _spent(line)) is not None]
     minutes = round(sum(spent) / 60)
     return [f"{len(spent)} job{'s' * (len(spent) != 1)}, {minutes // 60}:{minutes % 60:02d} h of one core.", ""] if spent else []
+
+
+def _spent(line: Document) -> float | None:
+    """Seconds of one core: those of the processor where the result has them, by the clock otherwise."""
+    found = line.get("result", {})
+    if "cpu_seconds_per_victim" in found:
+        return float(found["cpu_seconds_per_victim"] * found["victims"])
+    seconds = found.get("cpu_seconds", line.get("seconds"))
+    return float(seconds) if "result" in line and isinstance(seconds, int | float) else None
 
 
 def _seeds(chosen: Plan, rows: Sequence[Row]) -> str:
