@@ -163,11 +163,7 @@ def config_page() -> str:
     for name, own in settings.DATASET_DEFAULTS.items():
         out.append(f"| {name} | " + " | ".join(_value(own[c]) if c in own else "" for c in columns) + " |")
     batches = ", ".join(f"{name} {size}" for name, size in settings.CENTRAL_BATCH.items())
-    udp = f"P5 (`udp-fl-…`, `nbafl`, `dp-fedavg`) take {settings.UDP_STEPS} local steps a round, on a twentieth of what a client holds"
-    out.append(
-        f"\nCentral recipes have one client; their batches: {batches}. `where = sum` has one local step. Recipes of\n{udp} (on average; files "
-        "of your own keep the batch of 5).\n"
-    )
+    out.append(f"\nCentral recipes have one client; their batches: {batches}. `where = sum` has one local step.\n")
     out.append("## Keys of the recipe\n\nThe default is that of a bare recipe; each recipe of the [catalogue](recipes.md) has its own.\n")
     out.append("| key | type | default | meaning | changes the promise? |\n|---|---|---|---|---|")
     bare = parts.spell(parts.Recipe("bare"))

@@ -5,10 +5,8 @@ import sys
 
 import pytest
 
-from fedveil.data.partition import partition
 from fedveil.errors import UserError
-from fedveil.federation.config import TRAINING_ROWS, RunConfig, load_config, make_config, shipped
-from fedveil.federation.loop import raw_data
+from fedveil.federation.config import RunConfig, load_config, make_config, shipped
 from fedveil.training import pool
 
 
@@ -101,49 +99,6 @@ def test_every_engine_can_be_named(engine):
 def test_adaclip_is_refused_with_local_steps_that_hide_their_gradients(rule):
     with pytest.raises(UserError, match=r"clip\.rule = adaclip"):
         load_config("adaclip", ["dataset=cancer", f"local_optimiser={rule}"])
-
-
-UDP_ROWS = {"mnist": 60000, "medical_mnist": 6000, "cifar10": 40000, "utkface": 4000, "wind": 126700}
-
-
-@pytest.mark.parametrize("dataset", UDP_ROWS)
-@pytest.mark.parametrize("recipe", ["udp-fl-gaussian", "udp-fl-staircase", "nbafl"])
-def test_a_recipe_of_udp_fl_takes_two_steps_on_a_twentieth_of_a_clients_rows(recipe, dataset):
-    for more in ([], ["clients=20"]):
-        config = load_config(recipe, [f"dataset={dataset}", *more])
-        assert config.local_steps == 2
-        assert config.batch_size / (UDP_ROWS[dataset] / config.clients) == pytest.approx(0.05, rel=0.01)
-    given = load_config(recipe, [f"dataset={dataset}", "batch_size=7", "local_steps=9"])
-    assert (given.batch_size, given.local_steps) == (7, 9)
-
-
-@pytest.mark.parametrize("dataset", ["cancer", "digits", "mnist", "medical_mnist", "utkface", "wind"])
-def test_the_rate_of_udp_fl_is_what_its_clients_really_sample_at(dataset):
-    config = load_config("udp-fl-gaussian", [f"dataset={dataset}"])
-    try:
-        data = raw_data(config)
-    except UserError:
-        pytest.skip(f"{dataset} is not in FEDVEIL_DATA")
-    sizes = partition(data, config.partition, config.clients, config.seed, **config.partition_options).sizes
-    assert len(data) == TRAINING_ROWS[dataset]
-    assert config.batch_size / sizes == pytest.approx(0.05, abs=0.51 / sizes.min())  # a batch is a whole number
-
-
-def test_the_rate_of_udp_fl_follows_fewer_rows_and_copies_and_leaves_unknown_files_alone():
-    def batch(*changes):
-        return load_config("udp-fl-gaussian", ["dataset=mnist", "clients=10", *changes]).batch_size
-
-    assert batch() == 300 and batch("limit=6000") == 30
-    assert batch("partition=iid", "partition_options.examples_per_client=500") == 25
-    assert batch("partition=copies", "limit=2000") == 100
-    own = load_config("udp-fl-gaussian", ["dataset=my.csv", "target=y"])
-    assert (own.batch_size, own.local_steps) == (5, 2)
-
-
-def test_other_recipes_keep_the_datasets_batch_and_steps():
-    for recipe in ("fed-cdp", "fed-sdp", "ldp-fl", "non-private"):
-        config = load_config(recipe, ["dataset=medical_mnist"])
-        assert (config.batch_size, config.local_steps) == (5, 100)
 
 
 def test_both_shipped_configurations_of_wind_standardise_its_inputs_by_the_same_public_constants():

@@ -298,15 +298,6 @@ CENTRAL_DEFAULTS: JsonObject = {"clients": 1, "partition": "iid", "cohort_size":
 CENTRAL_BATCH = {"mnist": 600, "fashion_mnist": 600, "cifar10": 500, "lfw": 22, "location30": 100}
 
 
-# UDP-FL (P5 section 5.1): a sampling rate of 0.05, and "2 local epochs", which are two noisy steps. Training rows by dataset, of
-# which a client has its part (CIFAR-10: what most copies hold; 50,000 with all of its files).
-UDP_RATE, UDP_STEPS = 0.05, 2
-TRAINING_ROWS = {
-    "cancer": 426, "cancer_raw": 426, "digits": 1437, "mnist": 60000, "fashion_mnist": 60000, "cifar10": 40000, "lfw": 2267,
-    "adult": 36631, "sst2": 6920, "ag_news": 30000, "location30": 4008, "medical_mnist": 6000, "utkface": 4000, "wind": 126700,
-}  # fmt: skip
-
-
 @contextmanager
 def trusting_code() -> Iterator[None]:
     """Within this block a configuration may name a recipe of the user's own package, which is then imported."""
@@ -380,8 +371,6 @@ def make_config(
     if known is not None and known.about.central:
         base.update(CENTRAL_DEFAULTS)
         base["batch_size"] = CENTRAL_BATCH.get(dataset, base.get("batch_size", 5))
-    if known is not None and known.about.udp:
-        base |= {"local_steps": UDP_STEPS, **_udp_batch(dataset, {**base, **merged})}
     if known is not None and known.place.sum_only:
         base["local_steps"] = 1
     if merged.get("model") == "adassp":
@@ -396,18 +385,6 @@ def make_config(
     config.built_recipe()
     check_config(config)
     return config
-
-
-def _udp_batch(dataset: str, values: Document) -> JsonObject:
-    """P5's share of what each client holds on average; nothing where that is only known when the file is read."""
-    options = values.get("partition_options") or {}
-    each = options.get("examples_per_client") if isinstance(options, Mapping) else None
-    if each is None:
-        rows, limit, clients = TRAINING_ROWS.get(dataset), values.get("limit"), values.get("clients", 10)
-        each = min(rows, limit) if isinstance(limit, int) and rows is not None else rows
-        if isinstance(each, int) and isinstance(clients, int) and values.get("partition") != "copies":
-            each = each / max(clients, 1)
-    return {"batch_size": max(1, round(UDP_RATE * each))} if isinstance(each, int | float) else {}
 
 
 def config_of(recipe: str | Recipe, settings: Mapping[str, object]) -> RunConfig:

@@ -45,11 +45,6 @@ class About:
         """Is it about one holder of all data? Its configuration then starts from other defaults."""
         return self.family == "central"
 
-    @property
-    def udp(self) -> bool:
-        """Is it of the paper on UDP-FL, whose batches and local steps are its own?"""
-        return self.paper == "P5"
-
 
 @dataclass(frozen=True)
 class Recipe:
