@@ -159,3 +159,10 @@ def test_a_budget_that_pays_for_no_round_is_told_in_sentences_and_not_in_an_empt
     assert code == 0
     assert all(word in said for word in [*words, "No round was played", "Nothing was released"])
     assert "delta 0" not in said and "accountant note" not in said and "NOT better" not in said
+
+
+def test_a_recipe_with_noise_on_updates_is_not_told_to_take_fewer_steps(call, tmp_path):
+    few = ["dataset=cancer", "rounds=2", "report=false", "target_epsilon=0.001"]
+    given = [part for change in few for part in ("--set", change)]
+    said = " ".join(call("run", "fed-sdp-client", *given, "--out", tmp_path / "run")[1].split())
+    assert "One round costs more" in said and "local_steps" not in said

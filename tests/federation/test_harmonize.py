@@ -110,6 +110,21 @@ def test_secret_coins_are_calibrated_for_what_is_hardly_ever_exceeded(tmp_path):
     assert "by chance" not in " ".join(prepare(load_config("udp-fl-gaussian", ["dataset=cancer", *whole])).notes)
 
 
+@pytest.mark.parametrize(("drawn_clients", "uploads"), [(1, 12), (3, 36)])
+def test_secret_coins_tell_of_a_shared_row_no_more_often_than_uploads_are_sent(drawn_clients, uploads):
+    """Ten clients hold every row; fixed cohorts send so many uploads a round, whoever is drawn."""
+    changes = ["dataset=cancer", "partition=copies", *COHORT, f"cohort_size={drawn_clients}", "secure_noise=true"]
+    config = load_config("udp-fl-gaussian", changes)
+    run = prepare(config)
+    assert most_participations(run.task, config) == uploads and "by chance" not in " ".join(run.notes)
+
+
+def test_a_note_of_calibration_names_the_unit_that_it_is_about():
+    few = ["dataset=cancer", "partition=iid", *COHORT]
+    assert "for one client about which up to" in " ".join(prepare(load_config("fed-sdp-client", few)).notes)
+    assert "for one example about which up to" in " ".join(prepare(load_config("udp-fl-gaussian", few)).notes)
+
+
 def test_a_committed_plan_of_secret_coins_is_calibrated_for_everybody_in_every_round(tmp_path):
     few = ["dataset=cancer", "partition=iid", *COHORT, "rounds=4", "validation=0.2", "target_accuracy=1.0", "secure_noise=true"]
     config = load_config("fed-cdp-sound", few)

@@ -74,9 +74,9 @@ def harmonize(
     recipe = replace(task.recipe, sigma=constant(sigma))
     note = f"calibrated sigma {sigma:.6g} for epsilon {config.target_epsilon:g}"
     if rounds != task.setting.rounds:
-        note += f", for an example of which up to {rounds} uploads in {task.setting.rounds} rounds tell"
-    if not _draws_known(task, config):
-        note += f"; if one tells more, by chance (below {RARE:g}), the run ends before its last round"
+        note += f", for one {recipe.place.unit} about which up to {rounds} uploads in {task.setting.rounds} rounds tell"
+    if not _draws_known(task, config) and rounds < _most_of_all(task):
+        note += f"; if more do, by chance (below {RARE:g}), the run ends before its last round"
     return replace(task, recipe=recipe), (note,)
 
 
@@ -123,6 +123,14 @@ def _draws_known(task: Task, config: RunConfig) -> bool:
     return everybody or recipe.place.scope == "everyone" or not config.secure_noise
 
 
+def _most_of_all(task: Task) -> int:
+    """The uploads of one run that can be about one unit at all: of the clients that hold it, all that a round has."""
+    setting, recipe = task.setting, task.recipe
+    copies = min(setting.copies, setting.clients) if recipe.place.unit == "example" else 1
+    drawn = setting.clients if recipe.cohort.random_size else max(1, round(setting.cohort))
+    return setting.rounds * min(copies, drawn)
+
+
 def most_participations(task: Task, config: RunConfig) -> int:
     """The most uploads of one run that are about one unit: what the ledger's worst row will count at the last round.
 
@@ -139,7 +147,7 @@ def most_participations(task: Task, config: RunConfig) -> int:
         if config.target_accuracy is not None:  # the committed plan counts everybody in every round
             return copies * setting.rounds
         rate = min(1.0, max(setting.cohort, round(setting.cohort)) / setting.clients)
-        return copies * max(1, int(binom.isf(RARE / setting.clients, setting.rounds, rate)))
+        return min(_most_of_all(task), copies * max(1, int(binom.isf(RARE / setting.clients, setting.rounds, rate))))
     counts = np.zeros(setting.clients, np.int64)
     for number in range(1, setting.rounds + 1):
         counts[recipe.cohort.draw(setting.clients, setting.cohort, task.root, number)] += 1

@@ -863,14 +863,15 @@ def _too_dear(prepared: Prepared, over: Exceeded) -> str:
         return ""
     if over.epsilon is None:
         return ". No budget can hold where nothing finite is promised: leave target_epsilon out, or use another recipe"
-    ways = ["a larger target_epsilon or sigma", "fewer local_steps", "a smaller batch_size"]
     config, recipe = prepared.config, prepared.task.recipe
+    ways = ["a larger target_epsilon or sigma", *(["fewer local_steps", "a smaller batch_size"] if recipe.place.in_steps else [])]
     if over.budget.verdict == "nominal":
         if config.nominal_rate is None and takes_rate(recipe):
             ways.append("the papers' own q instead of the data's (nominal_rate = 0.01)")
     elif not config.calibrate:
         ways.append("calibrate = true, which chooses sigma by the budget")
-    return f". One round costs more than the whole budget: set {', '.join(ways[:-1])}, or {ways[-1]}"
+    said = f"{', '.join(ways[:-1])}, or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return f". One round costs more than the whole budget: set {said}"
 
 
 def record_round(

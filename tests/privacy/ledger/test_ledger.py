@@ -129,6 +129,18 @@ def test_sound_and_nominal_rows_of_one_pair_stand_side_by_side(tmp_path: Path) -
     assert only(rows, "server", "example", "sound").epsilon == pytest.approx(one_client, rel=1e-6)
 
 
+def test_a_nominal_row_is_not_about_fewer_clients_because_some_had_a_look_only(tmp_path: Path) -> None:
+    """Whoever was looked at before the first round and drawn in none has sent nothing that could go uncounted."""
+    nominal = Claim("server", "example", "nominal", "global q", gaussian(), "everyone", "moments")
+    with make(tmp_path) as ledger:
+        ledger.spend(release(0, (0, 1, 2, 3), sound(gaussian(60.0, None, 1))))
+        ledger.spend(release(1, (0, 2), sound(gaussian()), nominal))
+        assert only(ledger.table(), "server", "example", "nominal").reason == "global q"
+        ledger.spend(release(2, (1,), sound(gaussian())))
+        said = only(ledger.table(), "server", "example", "nominal").reason
+    assert said == "for clients 0, 2 alone, nothing is counted of client 1; global q"
+
+
 def test_different_neighbouring_relations_do_not_compose(tmp_path: Path) -> None:
     with make(tmp_path) as ledger:
         ledger.spend(release(1, (0,), sound(gaussian())))

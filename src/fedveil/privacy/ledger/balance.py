@@ -55,6 +55,7 @@ class Book:
     entries: list[tuple[int, np.ndarray]] = field(default_factory=list)
     everyone: Counter[Claim] = field(default_factory=Counter)
     ends: dict[Pair, list[End]] = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)  # parts that were charged in a round, not by a look before the first
     counted: tuple[int, csr_array] | None = None  # `met` of the first so many entries
 
     def add(self, release: Release) -> None:
@@ -66,6 +67,8 @@ class Book:
                 self.define(claims)
             part = self.parts[claims]
             self.entries.append((part, np.asarray(clients, dtype=np.int64)))
+            if release.round > 0:
+                self.trained.add(part)
             shared.update(claim for claim in claims if claim.scope == "everyone")
         self.everyone.update(shared)
 
@@ -101,6 +104,7 @@ class Book:
             list(self.kind_list),
             self.everyone.copy(),
         )
+        after.trained = set(self.trained)
         after.ends = {pair: list(ends) for pair, ends in self.ends.items()}
         after.by_pair = {pair: list(claims) for pair, claims in self.by_pair.items()}
         after.add(release)

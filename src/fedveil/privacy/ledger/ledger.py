@@ -515,14 +515,15 @@ class Ledger:
         return self._row(pair, answer, relation, [*self._only_some(pair, chosen), *reasons])
 
     def _only_some(self, pair: Pair, chosen: Callable[[Claim], bool]) -> list[str]:
-        """For whom a row stands where it counts nothing of some clients that took part: others' noise says nothing of them."""
+        """For whom a row stands where it counts nothing of some clients that took part in a round: others' noise says nothing of
+        them."""
         book = self._book
         parts = {part for part, claim, _ in book.by_pair.get(pair, ()) if chosen(claim)}
         counted = book.who_met(parts)
-        left_out = (self.participations() > 0) & ~counted
+        left_out = book.who_met(book.trained) & ~counted
         if not left_out.any():
             return []
-        met = book.met()[np.flatnonzero(left_out)].indices
+        met = book.trained & set(book.met()[np.flatnonzero(left_out)].indices.tolist())
         why = dict.fromkeys(end.reason for end in book.ends.get(pair, ()) if end.part in met)
         about = f" ({', '.join(why)})" if why else ""
         return [f"for {_named(counted)} alone, nothing is counted of {_named(left_out)}{about}"]
