@@ -3,9 +3,11 @@
 import pytest
 
 from fedveil.attacks import campaign
+from fedveil.attacks.on_run import on_run
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
+from fedveil.federation.loop import run as simulate
 
 
 def prepared_of(recipe, model="logistic", **changes):
@@ -87,3 +89,27 @@ def test_every_tap_is_attacked_also_with_fewer_clients_than_victims():
         iterations=3,
     )
     assert [(row["tap"], row["victims"]) for row in rows] == [("type2", 6), ("type1", 4), ("type0", 4)]
+
+
+def too_dear(folder):
+    """A run whose budget did not pay for its first round."""
+    few = {"dataset": "digits", "recipe": "fed-cdp-sound", "model": "logistic", "clients": 4, "partition": "iid", "rounds": 2}
+    config = make_config({**few, "local_steps": 5, "target_epsilon": 0.01, "report": False})
+    assert simulate(config, folder)["rounds"] == 0
+    return folder
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_no_rounds_is_not_accused_but_said_to_have_released_nothing(finished, tmp_path):
+    folder = too_dear(tmp_path / "run")
+    if not finished:
+        (folder / "result.json").unlink()
+    calls = [campaign.audit_run, campaign.plan_audit, campaign.audit_final_model]
+    calls += [
+        lambda path, kind=kind: on_run(path, kind, "", path / "attacks", {}, 2, 20, None, 2, 0, None)
+        for kind in ("gradient", "membership", "all")
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match="released: there is nothing to audit or attack"):
+            call(folder)
+    assert not (folder / "attacks").exists()

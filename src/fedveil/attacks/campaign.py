@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -175,16 +175,31 @@ def attack_decoder(
     return figures
 
 
-def opened(path: Path | store.Run) -> store.Run:
-    """The run to attack or audit; one whose recipe has changed since is refused."""
+def opened(path: Path | store.Run, data: str | None = None) -> store.Run:
+    """The run to attack or audit; one that released nothing, or whose recipe has changed since, is refused.
+
+    data: where its datasets are, if not where they were."""
     run = store.open_run(path)
     check_recipe(run)
+    nothing = nothing_released(run)
+    if nothing:
+        raise UserError(f"{run.path}: {nothing}")
+    if data is not None:
+        run = replace(run, config=run.config.model_copy(update={"data": data}))
     return run
 
 
+def nothing_released(run: store.Run) -> str:
+    """Why there is nothing to audit or attack in a run, or "": a budget may not even pay for the first round."""
+    if _played(run):
+        return ""
+    why = "no round was played" if run.result else "no round was finished yet"
+    return f"{why}, so no update and no trained model was released: there is nothing to audit or attack"
+
+
 def _played(run: store.Run) -> int:
-    """Rounds that a run really played: a spent budget ends it early."""
-    return int(run.metrics[-1]["round"]) if run.metrics else run.config.rounds
+    """Rounds that a run really played: a spent budget ends it early, or before the first."""
+    return int(run.metrics[-1]["round"]) if run.metrics else int((run.result or {}).get("rounds", 0))
 
 
 def audit_run(
@@ -238,7 +253,7 @@ def plan_audit(
     that many are planned for; else also the fewest rounds with which `canaries_count` of them (at most as many as have
     room) are enough."""
     run = opened(path)
-    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
+    played = _played(run)
     prepared = prepare(run.config)
     if not isinstance(prepared.task.recipe.law, Gaussian):
         raise UserError(
