@@ -1,11 +1,15 @@
 """All attacks one after the other: an interrupted campaign goes on where it stopped; exact inversion ends with noise."""
 
+import json
+
 import pytest
 
 from fedveil.attacks import campaign
+from fedveil.attacks.on_run import on_run
 from fedveil.errors import UserError
 from fedveil.federation.config import make_config
 from fedveil.federation.loop import prepare
+from fedveil.federation.loop import run as simulate
 
 
 def prepared_of(recipe, model="logistic", **changes):
@@ -87,3 +91,66 @@ def test_every_tap_is_attacked_also_with_fewer_clients_than_victims():
         iterations=3,
     )
     assert [(row["tap"], row["victims"]) for row in rows] == [("type2", 6), ("type1", 4), ("type0", 4)]
+
+
+def too_dear(folder):
+    """A run whose budget did not pay for its first round."""
+    few = {"dataset": "digits", "recipe": "fed-cdp-sound", "model": "logistic", "clients": 4, "partition": "iid", "rounds": 2}
+    config = make_config({**few, "local_steps": 5, "target_epsilon": 0.01, "report": False})
+    assert simulate(config, folder)["rounds"] == 0
+    return folder
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_no_rounds_is_not_accused_but_said_to_have_released_nothing(finished, tmp_path):
+    folder = too_dear(tmp_path / "run")
+    if not finished:
+        (folder / "result.json").unlink()
+    calls = [campaign.audit_run, campaign.plan_audit, campaign.audit_final_model]
+    calls += [
+        lambda path, kind=kind: on_run(path, kind, "", path / "attacks", {}, 2, 20, None, 2, 0, None)
+        for kind in ("gradient", "membership", "all")
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match="released: there is nothing to audit or attack"):
+            call(folder)
+    assert not (folder / "attacks").exists()
+
+
+CALIBRATED = {
+    "dataset": "digits", "recipe": "fed-cdp-sound", "model": "logistic", "clients": 4, "cohort_size": 2, "partition": "iid",
+    "rounds": 2, "local_steps": 1, "batch_size": 30, "calibrate": True, "report": False,
+}  # fmt: skip
+
+
+def test_a_run_that_was_calibrated_otherwise_is_not_attacked_with_noise_that_it_did_not_have(tmp_path):
+    folder = tmp_path / "run"
+    simulate(make_config({**CALIBRATED, "target_epsilon": 4.0}), folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = lines[0]["sigma"]
+    for factor, refused in ((1.0, False), (1.0005, False), (0.998, True), (2.0, True)):
+        earlier = [{**line, "sigma": own * factor} for line in lines]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in earlier))
+        if not refused:
+            assert campaign.opened(folder).path == folder
+            continue
+        with pytest.raises(UserError, match=f"sigma {own * factor:.6g}.*{own:.6g}.*run it again"):
+            campaign.opened(folder)
+
+
+def test_clients_that_were_calibrated_otherwise_are_not_attacked_with_noise_that_they_did_not_have(tmp_path):
+    folder = tmp_path / "run"
+    simulate(make_config({**CALIBRATED, "client_epsilons": [2.0, 4.0, float("inf")]}), folder)
+    assert campaign.opened(folder).path == folder
+    facts = json.loads((folder / "run.json").read_text())
+    at = next(n for n, note in enumerate(facts["notes"]) if note.startswith("epsilon 4,"))
+    head, _, sigma = facts["notes"][at].rpartition(" ")
+    facts["notes"][at] = f"{head} {float(sigma) * 1.25:.4g}"
+    (folder / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"epsilon 4, .* examples.*run it again"):
+        campaign.opened(folder)
+
+
+def test_another_place_of_the_data_is_kept_for_all_that_follows(tmp_path):
+    simulate(make_config({**CALIBRATED, "target_epsilon": 4.0}), tmp_path / "run")
+    assert campaign.opened(tmp_path / "run", data=str(tmp_path)).config.data == str(tmp_path)

@@ -271,6 +271,17 @@ def test_a_run_can_be_audited_at_once(tmp_path):
     assert "Audit with canaries" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_an_audit_of_a_run_whose_budget_paid_for_no_round_is_left_out_with_a_sentence(as_json, tmp_path):
+    given = ["dataset=digits", "rounds=2", "local_steps=5", "batch_size=30", "sigma=0.4", "target_epsilon=0.5"]
+    words = [part for change in given for part in ("--set", change)]
+    result = call("run", "fed-cdp-sound", *words, "--audit", *["--json"][: int(as_json)], "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)["audit"]["not_done"] if as_json else " ".join(result.stdout.split())
+    assert "nothing to audit or attack" in said and "BROKEN" not in result.output
+    assert not (tmp_path / "run" / "attacks").exists() and (tmp_path / "run" / "report.html").exists()
+
+
 def test_nothing_is_trained_for_an_audit_of_no_promise(tmp_path):
     result = call("run", "non-private", "--set", "dataset=digits", "--audit", "--out", tmp_path / "run")
     assert isinstance(result.exception, UserError) or result.exit_code == 2

@@ -118,6 +118,12 @@ def test_noise_instead_of_data_is_not_called_learning(tmp_path):
     assert result.facts["learned"] is False and "NOT better" in result.facts["verdict"]
 
 
+def test_a_model_of_no_rounds_is_called_untrained():
+    facts = {"test_accuracy": 0.25, "r2": None, "ledger": [], "rounds": 0, "judgement": ""}
+    said = fit.verdict(facts, choose(columns(), target="outcome", epsilon=4).config)
+    assert said.startswith("The model is the untrained first one, because no round was played; accuracy 0.250")
+
+
 def test_declared_columns_cost_nothing(tmp_path):
     result = fv.fit(
         columns(), target="outcome", group="site", drop=["days"], epsilon=2, ranges={"age": [0, 110]},

@@ -213,6 +213,7 @@ def test_a_nominal_budget_that_is_counted_stops_before_the_first_round_if_it_is_
     given = [*SMALL, "budget=nominal", "target_epsilon=0.001", "report=false"]
     result = simulate(load_config("fed-alpha-cdp", given), tmp_path / "run")
     assert result["rounds"] == 0 and "nominal target_epsilon" in result["stopped"]
+    assert (result["learned"], result["judgement"]) == (None, "")  # nobody tried to teach it anything
 
 
 def test_the_papers_accountants_count_nominal_budgets_only():

@@ -280,6 +280,17 @@ def test_a_run_that_wrote_no_round_has_a_report(made: dict[str, Path], tmp_path:
     assert "No round has been evaluated yet" in page([folder], tmp_path)
 
 
+def test_a_run_that_ended_before_its_first_round_is_not_said_to_have_learned_nothing(tmp_path: Path) -> None:
+    few = ["dataset=cancer", "clients=4", "rounds=2", "target_epsilon=0.001", "report=false"]
+    simulate(load_config("fed-cdp-sound", few), tmp_path / "run")
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    accused = "NOT better than guessing: this model learned nothing. Try more data"  # as runs of earlier versions say
+    for result in (told, {**told, "learned": False, "judgement": accused}):
+        (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+        text = text_of(page([tmp_path / "run"], tmp_path))
+        assert "no round was played" in text and "learned nothing" not in text
+
+
 def test_several_runs_stand_in_one_plane_and_unlike_ones_are_not_ranked(
     made: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,9 @@ from fedveil.protect.recipe import Recipe
 
 KINDS = ("gradient", "malicious", "exact", "membership", "attribute", "decoder")
 BITS_SHARE = 0.2  # of an audit's level goes to low bits
+SAME_SIGMA = 1e-3  # noise multipliers nearer than this are the same: a calibration stops within half of it
+NOTED_SIGMA = 1e-3  # more where a multiplier is known from a note alone, with four digits
+_OWN_SIGMA = re.compile(r"(epsilon .+ examples): sigma (\d+(?:\.\d+)?(?:e[+-]\d+)?)")
 
 
 def gradient_config(
@@ -175,16 +179,63 @@ def attack_decoder(
     return figures
 
 
-def opened(path: Path | store.Run) -> store.Run:
-    """The run to attack or audit; one whose recipe has changed since is refused."""
+def opened(path: Path | store.Run, data: str | None = None) -> store.Run:
+    """The run to attack or audit; one that released nothing, or whose recipe or noise would be another now, is refused.
+
+    data: where its datasets are, if not where they were."""
     run = store.open_run(path)
     check_recipe(run)
+    nothing = nothing_released(run)
+    if nothing:
+        raise UserError(f"{run.path}: {nothing}")
+    if data is not None:
+        run = replace(run, config=run.config.model_copy(update={"data": data}))
+    _check_calibration(run)
     return run
 
 
+def nothing_released(run: store.Run) -> str:
+    """Why there is nothing to audit or attack in a run, or "": a budget may not even pay for the first round."""
+    if _played(run):
+        return ""
+    why = "no round was played" if run.result else "no round was finished yet"
+    return f"{why}, so no update and no trained model was released: there is nothing to audit or attack"
+
+
 def _played(run: store.Run) -> int:
-    """Rounds that a run really played: a spent budget ends it early."""
-    return int(run.metrics[-1]["round"]) if run.metrics else run.config.rounds
+    """Rounds that a run really played: a spent budget ends it early, or before the first."""
+    return int(run.metrics[-1]["round"]) if run.metrics else int((run.result or {}).get("rounds", 0))
+
+
+def _check_calibration(run: store.Run) -> None:
+    """Refuse a run whose noise was calibrated otherwise than it would be now: it would be attacked, and its ledger judged, with
+    noise that it did not have."""
+    if not (run.config.calibrate or run.config.client_epsilons):
+        return
+    for whose, had, now, apart in _multipliers(run, prepare(run.config)):
+        if abs(now - had) > apart * had:
+            raise UserError(
+                f"{run.path}: {whose} had sigma {had:.6g}, and calibrated by this version, on the data at hand, it would be "
+                f"{now:.6g}: what an attack or audit plays would not be what was released. To attack or audit it, run it again"
+            )
+
+
+def _multipliers(run: store.Run, prepared: Prepared) -> Iterator[tuple[str, float, float, float]]:
+    """Whose noise multiplier it is, what it was in the run, what it is as prepared now, and how far apart the same may be."""
+    if run.config.client_epsilons:  # the rounds' own lines tell of none of these
+        was, now = _noted(run.facts.get("notes") or ()), _noted(prepared.notes)
+        for whose in (whose for whose in was if whose in now):
+            yield f"clients with {whose}", was[whose], now[whose], SAME_SIGMA + NOTED_SIGMA
+        return
+    had = run.metrics[0].get("sigma") if run.metrics else None
+    if isinstance(had, float):
+        yield "the run", had, moment_of(prepared.task, initial(prepared)).sigmas[0], SAME_SIGMA
+
+
+def _noted(notes: Sequence[object]) -> dict[str, float]:
+    """The multipliers of clients with budgets of their own, as a calibration's notes tell them."""
+    found = (_OWN_SIGMA.fullmatch(str(note)) for note in notes)
+    return {m[1]: float(m[2]) for m in found if m}
 
 
 def audit_run(
@@ -238,7 +289,7 @@ def plan_audit(
     that many are planned for; else also the fewest rounds with which `canaries_count` of them (at most as many as have
     room) are enough."""
     run = opened(path)
-    played = run.metrics[-1]["round"] if run.metrics else run.config.rounds
+    played = _played(run)
     prepared = prepare(run.config)
     if not isinstance(prepared.task.recipe.law, Gaussian):
         raise UserError(

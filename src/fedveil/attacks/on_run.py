@@ -18,8 +18,8 @@ def on_run(
     attribute: str | None, victims: int, seed: int, data: str | None, say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """The attacks of `kind` on a run directory; each result is written as soon as it is there."""
-    run = campaign.opened(path)
-    config = run.config if data is None else run.config.model_copy(update={"data": data})
+    run = campaign.opened(path, data)
+    config = run.config
     numbers = [int(r) for r in rounds.split(",") if r.strip()] or [run.rounds()[-1] if run.rounds() else 0]
 
     def gradients() -> object:

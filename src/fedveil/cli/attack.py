@@ -397,6 +397,9 @@ def show_audit(found: Document) -> None:
     """What an audit found, for people: the seat, the promise, what was shown, one sentence, and the next step."""
     from fedveil.attacks.verdicts import SEATS
 
+    if "not_done" in found:
+        print(f"audit: not done. {found['not_done']}")
+        return
     observer, lower = str(found["observer"]), figure(found["epsilon_lower"])
     seat = SEATS.get(observer, observer)
     promised = "nothing finite" if found["epsilon_promised"] is None else figure(found["epsilon_promised"])

@@ -125,10 +125,15 @@ def stopped_at(folder: Path, name: str) -> str:
 
 
 def _audit(folder: Path) -> tuple[Document, int]:
-    """Replay the finished run with canaries; the result goes below the run, where the report finds it."""
+    """Replay the finished run with canaries; the result goes below the run, where the report finds it. A run that released
+    nothing is left alone, with the reason."""
     from fedveil.attacks import campaign
+    from fedveil.federation.store import open_run
     from fedveil.jsons import plain
 
+    nothing = campaign.nothing_released(open_run(folder))
+    if nothing:
+        return {"kind": "audit", "not_done": nothing}, 0
     figures, code = campaign.audit_run(folder)
     campaign.save(folder / "attacks", "audit", figures)
     return plain(figures), code

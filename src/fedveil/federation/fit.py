@@ -359,7 +359,8 @@ def verdict(facts: Document, config: RunConfig) -> str:
     ]  # fmt: skip
     promise = f"at a sound epsilon of {rows[0]['epsilon']:.3g} per row" if rows else "without a sound promise (see the ledger)"
     shown = "no finite score" if score is None else f"{name} {score:.3f}"
-    said = f"The model is {facts['judgement']}; {shown} {promise}"
+    judged = facts["judgement"] if facts["rounds"] else "the untrained first one, because no round was played"
+    said = f"The model is {judged}; {shown} {promise}"
     if facts.get("control") is not None:
         said += f"; without privacy the same features reach {facts['control']:.3f} (that score is not private: keep it)"
     return said + "."

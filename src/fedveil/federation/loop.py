@@ -941,7 +941,7 @@ def finish(
     }
     result |= {f"test_{k}": v for k, v in found.items() if k not in ("accuracy", "loss", "r2")}
     result["r2"] = found.get("r2")
-    result["learned"], result["judgement"] = judgement(task, weights, data)
+    result["learned"], result["judgement"] = judgement(task, weights, data) if state.round else (None, "")
     store.write_json(folder / "result.json", result)
     return result
 

@@ -89,6 +89,8 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
         "kind": "none" if facts.result.get("learned") is False else "",  # a model that learned nothing looks like it
         "text": f"{explain}, after {facts.rounds} rounds" + (f"; {judged}" if judged else ""),
     }
+    if facts.result.get("rounds") == 0:
+        first |= {"kind": "none", "text": f"{explain}; no round was played: this is the untrained first model"}
     row = facts.main()
     config = facts.run.config
     whom = f"Promise to the {config.observer}"
