@@ -61,7 +61,8 @@ REASONS: dict[str, str] = {
     "cifar-control": "not reached without noise either: 0.17 below in the federated setting, 0.04 in the central one; why is not "
     "known",
     "cifar-subset": "40,000 training images, as P1, P3 and P5 have it, where P2 Table II prints 50,000: q = 0.0125 and not 0.01",
-    "cifar-central": "without noise it is 0.04 below the print, too; why the rest is missing is not known",
+    "cifar-central": "without noise it is 0.04 below the print, too; the rest is the bound and not the noise: with hardly any "
+    "noise the same clip ends no higher (row clipped with hardly any noise). Why the print does not lose by it is not known",
     "hardly-any": "the same run with sigma = 0.01: what the rule does to gradients by itself",
     "quantile-vanishes": "the rule and not the noise (row with hardly any noise): the median gradient of a network that fits "
     "vanishes, and the bound follows it (4 at the start, 0.3 after 4,600 and 0.02 after 10,000 iterations) until no example may "
@@ -70,7 +71,8 @@ REASONS: dict[str, str] = {
     "as published (but once a round of 100 steps, where the published rule follows it every step), and single examples, which "
     "are hundreds of times longer in its units, are cut to 1",
     "cadence": "how often the rule is followed: published after every iteration, here after every 100; more often is worse",
-    "clip-alone": "gradients clipped to C layer by layer as in the rows below, without noise: what no noise can be better than",
+    "clip-alone": "each example's gradients clipped to C layer by layer as in the rows below, with sigma = 0.01: what the bound "
+    "alone does, which no noise can be better than",
     "first-crossing": "the first round (of 100 steps) at whose end the target is reached; the paper gives DP-baseline all its "
     "iterations. Near the end of a run 0.9596 and 0.960 can be 2,000 iterations apart",
     "similarity": "SSIM between the rebuilt image and the truth, mean of 8 victims: 1 is the image itself; above 0.8 it counts "
