@@ -40,6 +40,17 @@ def test_on_cifar10_the_bound_costs_what_is_missing_and_not_the_noise_while_on_m
     assert row("mnist, clipped with hardly any noise") > row("mnist, non-private") - 0.01
 
 
+@pytest.mark.parametrize("recipe", ["dp-baseline", "dp-dyns-c-decay"])
+def test_on_mnist_the_largest_norm_of_single_examples_is_above_every_bound_in_every_round(recipe):
+    """So that S of examples is C, and l2-max at the bounds that were not played with it is the row without."""
+    for bound in (1, 2, 4, 8, 16, 32):
+        wanted = (f"mnist, {recipe}", f"C={bound}")
+        job = next(cell.job for cell in catalogue()["p2-table4"].cells if (cell.row, cell.column) == wanted)
+        kept = KEPT[cells.key_of(job, 0)]["result"]
+        bounds, largest = (dict(map(tuple, kept[name])) for name in ("bounds", "largest"))
+        assert len(largest) == 100 and all(largest[r] > bounds[r] for r in largest)
+
+
 def played(recipe, rounds):
     changes = ["dataset=digits", "clients=1", "cohort=all", "model=papers-mlp", "local_steps=20", f"rounds={rounds}",
                "batch_size=200", "learning_rate=0.2", "sigma=0.001"]  # fmt: skip
