@@ -27,6 +27,19 @@ def test_importing_the_package_does_not_load_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_a_run_waits_for_no_module_that_it_does_not_need(tmp_path):
+    """Each of them takes half a second or more, of every run and every command."""
+    slow = ["torch._dynamo", "sympy", "scipy.stats", "scipy.signal", "matplotlib.pyplot", "sklearn"]
+    code = (
+        "import sys, numpy as np, fedveil as fv; x = np.random.default_rng(0).normal(size=(300, 6)); "
+        "y = (x[:, 0] > 0).astype(int); data = fv.dataset(x[:200], y[:200], x[200:], y[200:]); "
+        "fv.run('sum-cdp', out=sys.argv[1], data=data, clients=4, rounds=1, local_steps=1, report=False); "
+        f"print([name for name in {slow!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
 def test_run_own_data_and_model_with_a_callback(tmp_path):
     seen = []
     result = fv.run(

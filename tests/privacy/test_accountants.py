@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -18,7 +19,14 @@ from scipy import signal, special, stats
 
 from fedveil.errors import UserError
 from fedveil.privacy import formulas, pld, renyi
-from fedveil.privacy.accountants import ACCOUNTANTS, Composition, answer, participation_epsilon
+from fedveil.privacy.accountants import (
+    ACCOUNTANTS,
+    SLACK,
+    Composition,
+    answer,
+    participation_epsilon,
+    with_samplers,
+)
 from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.mechanisms import Gaussian, Laplace, Staircase
 
@@ -382,3 +390,47 @@ def test_counting_epsilon_loads_nothing_slow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def drawn(steps=1):
+    """A step whose noise a sampler draws with errors, as exact noise is."""
+    return Event(Noise("gaussian", 2.0, ratio=1e-12, tail=1e-18), Sampling("poisson", 0.02), steps=steps)
+
+
+def test_the_books_of_a_long_run_do_not_grow_with_its_rounds():
+    composition = Composition.start()
+    for number in range(1, 41):
+        composition = composition.add([drawn()])
+        with_samplers(composition, [(drawn(), number)], 1e-5)
+    for grid in composition._solved().losses.grids.values():
+        for side in (grid.up, grid.down):
+            assert len(side.laws) == 1 and side.laws[0][1] == 40
+            assert len(side.solved) <= 3  # the given delta, and the ones left for it by samplers
+
+
+@pytest.mark.parametrize("tail", [0.0, 1e-18, 1e-10, 1e-8])
+def test_round_by_round_is_all_at_once_for_sampled_noise(tail):
+    one = replace(drawn(), noise=replace(drawn().noise, tail=tail))
+    composition = Composition.start()
+    for number in range(1, 31):
+        composition = composition.add([one])
+        found = with_samplers(composition, [(one, number)], 1e-5)
+    assert found.epsilon == pytest.approx(answer([replace(one, steps=30)], 1e-5).epsilon, rel=1e-8)
+
+
+@FEW
+@given(st.floats(0.8, 8), st.floats(0.001, 0.5), st.integers(1, 300), st.floats(1e-20, 1e-8), st.floats(1e-15, 1e-9))
+def test_samplers_are_paid_within_delta(sigma, rate, steps, tail, ratio):
+    """Whatever the errors: the promised (epsilon, delta) covers exact laws' at what is left, plus what the samplers cost."""
+    one = Event(Noise("gaussian", sigma, ratio=ratio, tail=tail), Sampling("poisson", rate), steps=steps)
+    found = answer([one], 1e-5)
+    exact = [replace(one, noise=replace(one.noise, ratio=0.0, tail=0.0))]
+    if found.epsilon is None:
+        assert steps * ratio > SLACK or steps * tail * math.exp(answer(exact, 1e-5).epsilon) > 1e-7
+        return
+    errors, lost = steps * ratio, steps * tail * (math.exp(found.epsilon) + 1)
+    least = answer(exact, (1e-5 - lost) / (1 + SLACK)).epsilon + 2 * errors
+    assert least * (1 - 1e-9) <= found.epsilon
+    share = SLACK + 2 * steps * tail * (math.exp(answer(exact, 1e-5).epsilon + 1) + 1) / 1e-5  # with the room of epsilon + 1
+    if share < 0.25:  # rounded up to a power of two, it at most doubles
+        assert found.epsilon <= (answer(exact, 1e-5 * (1 - 2 * share)).epsilon + 2 * errors) * (1 + 1e-9)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 from scipy.special import log_ndtr, logsumexp, softmax
-from scipy.stats import beta, binom, rankdata
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -266,8 +266,8 @@ def tpr_interval(inside: np.ndarray, outside: np.ndarray, rate: float, level: fl
     when the non-members cannot bound the threshold from above (fewer than 437 of them for 1%)."""
     tail = (1 - level) / 4
     ordered = np.concatenate([[np.inf], np.sort(outside)[::-1], [-np.inf]])  # [k]: the k-th largest
-    strict = ordered[int(binom.ppf(tail, len(outside), rate))]
-    loose = ordered[int(binom.ppf(1 - tail, len(outside), rate)) + 1]
+    strict = ordered[int(scipy.stats.binom.ppf(tail, len(outside), rate))]
+    loose = ordered[int(scipy.stats.binom.ppf(1 - tail, len(outside), rate)) + 1]
     found = [int((inside > cut).sum()) for cut in (strict, loose)]
     low, high = (exact_interval(hits, len(inside), 1 - 2 * tail) for hits in found)
     return low[0], high[1]
@@ -275,7 +275,7 @@ def tpr_interval(inside: np.ndarray, outside: np.ndarray, rate: float, level: fl
 
 def auc(inside: np.ndarray, outside: np.ndarray) -> float:
     """Probability that a random member scores above a random non-member (ties count half)."""
-    ranks = rankdata(np.concatenate([inside, outside]))
+    ranks = scipy.stats.rankdata(np.concatenate([inside, outside]))
     return float(
         (ranks[: len(inside)].sum() - len(inside) * (len(inside) + 1) / 2) / (len(inside) * len(outside))
     )
@@ -304,8 +304,8 @@ def _crossfitted(inside: np.ndarray, outside: np.ndarray, rng: np.random.Generat
 def exact_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
     """Clopper-Pearson interval of a rate."""
     tail = (1 - level) / 2
-    low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, trials - hits + 1))
-    high = 1.0 if hits == trials else float(beta.ppf(1 - tail, hits + 1, trials - hits))
+    low = 0.0 if hits == 0 else float(scipy.stats.beta.ppf(tail, hits, trials - hits + 1))
+    high = 1.0 if hits == trials else float(scipy.stats.beta.ppf(1 - tail, hits + 1, trials - hits))
     return low, high
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import scipy
 from scipy.special import log_softmax, ndtri
-from scipy.stats import rankdata
 
 NOISES = (0.0, 0.1, 0.2, 0.4, 0.8)  # deviations, in units of the inputs' own
 COPIES = 3
@@ -133,10 +133,10 @@ def label_only(
 def auc_interval(scores: np.ndarray, member: np.ndarray, level: float) -> tuple[float, float]:
     """Interval of the AUC by its asymptotic variance (DeLong); with level 1 - 0.05 / M, M of them hold together at 95%."""
     ours, others = np.asarray(scores)[member], np.asarray(scores)[~member]
-    both = rankdata(np.concatenate([ours, others]))
+    both = scipy.stats.rankdata(np.concatenate([ours, others]))
     m, n = len(ours), len(others)
-    beaten = (both[:m] - rankdata(ours)) / n
-    beating = 1 - (both[m:] - rankdata(others)) / m
+    beaten = (both[:m] - scipy.stats.rankdata(ours)) / n
+    beating = 1 - (both[m:] - scipy.stats.rankdata(others)) / m
     centre = float(beaten.mean())
     spread = np.sqrt(beaten.var(ddof=1) / m + beating.var(ddof=1) / n)
     reach = float(-ndtri((1 - level) / 2) * spread)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy.stats import binom
+from scipy.special import bdtrc
 
 from fedveil.data.partition import Partition
 from fedveil.errors import UserError
@@ -147,7 +147,9 @@ def most_participations(task: Task, config: RunConfig) -> int:
         if config.target_accuracy is not None:  # the committed plan counts everybody in every round
             return copies * setting.rounds
         rate = min(1.0, max(setting.cohort, round(setting.cohort)) / setting.clients)
-        return min(_most_of_all(task), copies * max(1, int(binom.isf(RARE / setting.clients, setting.rounds, rate))))
+        exceeded = bdtrc(np.arange(setting.rounds + 1), setting.rounds, rate)  # probability of more draws than so many
+        most = int(np.flatnonzero(exceeded <= RARE / setting.clients)[0])
+        return min(_most_of_all(task), copies * max(1, most))
     counts = np.zeros(setting.clients, np.int64)
     for number in range(1, setting.rounds + 1):
         counts[recipe.cohort.draw(setting.clients, setting.cohort, task.root, number)] += 1

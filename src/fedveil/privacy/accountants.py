@@ -432,6 +432,16 @@ def lost_to_tails(tail: float | Array, epsilon: float | Array) -> float | Array:
     return made
 
 
+def left_by_samplers(delta: float, lost: float | Array) -> Array:
+    """The delta for exact laws where samplers' tails cost `lost`; not positive where too little is left.
+
+    Their share is rounded up to a power of two: from round to round it stays the same, and what was composed for the delta
+    that it leaves is extended, not made anew.
+    """
+    needed = (SLACK + np.asarray(lost) / delta) / (1 + SLACK)
+    return delta * (1 - 2.0 ** np.ceil(np.log2(needed)))
+
+
 def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], delta: float) -> Answer:
     """The composition's answer, raised by what the samplers' distance from their laws costs.
 
@@ -449,15 +459,16 @@ def with_samplers(composition: Composition, uses: Iterable[tuple[Event, int]], d
         return first
     if ratio > SLACK:
         return replace(first, epsilon=None, verdict="none", reason="too many sampled values for the samplers' error bound")
-    lost = float(lost_to_tails(tail, first.epsilon))
-    left = (delta - lost) / (1 + SLACK)
     short = replace(first, epsilon=None, verdict="none", reason="delta is too small for the samplers' error bound")
-    if (delta > 0 and left < delta / 2) or (delta == 0 and tail > 0):
+    if delta == 0:
+        return replace(first, epsilon=first.epsilon + 2 * ratio) if tail == 0 else short
+    left = float(left_by_samplers(delta, lost_to_tails(tail, first.epsilon)))
+    if left < delta / 2:
         return short
-    answer = composition.answer(left) if delta > 0 else first
+    answer = composition.answer(left)
     if answer.epsilon is None:
         return answer
-    if tail * (math.exp(min(answer.epsilon + ratio, 700.0)) + 1) > lost:  # epsilon rose by more than the room
+    if tail * (math.exp(min(answer.epsilon + ratio, 700.0)) + 1) > delta - (1 + SLACK) * left:  # epsilon rose too much
         return short
     return replace(answer, epsilon=answer.epsilon + 2 * ratio, delta=first.delta)
 

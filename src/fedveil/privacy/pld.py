@@ -513,7 +513,11 @@ class Side:
             low, high = more.window()
             if high - low < more.size and more.count < 2 * state.begun:
                 solved[asked] = more
-        return Side(self.step, self.orders, (*self.laws, *laws), (*self.moments, *rough), 2.0, solved)
+        held = {id(law): (law, n, moment) for (law, n), moment in zip(self.laws, self.moments, strict=True)}
+        for (law, n), moment in zip(laws, rough, strict=True):  # one more round of the same is a larger count
+            held[id(law)] = (law, n + held[id(law)][1] if id(law) in held else n, moment)
+        counted = tuple((law, n) for law, n, _ in held.values())
+        return Side(self.step, self.orders, counted, tuple(moment for *_, moment in held.values()), 2.0, solved)
 
     def epsilon(self, delta: float) -> float | None:
         """Upper bound on epsilon at delta in this direction; None if the grid is too fine."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from scipy.stats import rankdata
 
 from fedveil.data.functions import call, import_function, is_function
 from fedveil.errors import UserError, did_you_mean
@@ -30,10 +29,11 @@ def auc(outputs: np.ndarray, truth: np.ndarray) -> float | None:
 
 def _area(scores: np.ndarray, positive: np.ndarray) -> float | None:
     """Mann and Whitney's statistic: how often a positive row is above a negative one."""
-    ones, zeros = int(positive.sum()), int((~positive).sum())
-    if not ones or not zeros:
+    ones, zeros = scores[positive], np.sort(scores[~positive])
+    if not len(ones) or not len(zeros):
         return None
-    return float((rankdata(scores)[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
+    below, up_to = np.searchsorted(zeros, ones, "left"), np.searchsorted(zeros, ones, "right")
+    return float((below + up_to).mean() / (2 * len(zeros)))
 
 
 def f1(outputs: np.ndarray, truth: np.ndarray) -> float | None:

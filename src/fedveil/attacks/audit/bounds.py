@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from scipy.optimize import brentq
 from scipy.special import expit, log_ndtr, ndtr, ndtri
-from scipy.stats import beta, binom
 
 from fedveil.errors import UserError
 
@@ -44,7 +44,7 @@ def upper_rate(hits: np.ndarray | int, trials: np.ndarray | int, significance: f
     hits, trials = np.asarray(hits), np.asarray(trials)
     with np.errstate(invalid="ignore"):
         return np.where(
-            hits < trials, beta.ppf(1 - significance, hits + 1, np.maximum(trials - hits, 1)), 1.0
+            hits < trials, scipy.stats.beta.ppf(1 - significance, hits + 1, np.maximum(trials - hits, 1)), 1.0
         )
 
 
@@ -79,11 +79,11 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """How likely at least `correct` of `guesses` are for an (epsilon, delta) mechanism with fair coins."""
     rate = expit(epsilon)
-    tail = binom.sf(correct - 1, guesses, rate)
+    tail = scipy.stats.binom.sf(correct - 1, guesses, rate)
     if delta == 0 or correct == 0:
         return float(tail)
     steps = np.arange(1, correct + 1)
-    worst = float(((binom.sf(correct - 1 - steps, guesses, rate) - tail) / steps).max())
+    worst = float(((scipy.stats.binom.sf(correct - 1 - steps, guesses, rate) - tail) / steps).max())
     return float(min(1.0, tail + 2 * canaries * delta * worst))
 
 
@@ -333,7 +333,7 @@ UNLUCKY = 0.05
 def double_epsilon(canaries: int, epsilon: float) -> Counts:
     """Counts of randomised response with twice the epsilon, in an unlucky draw."""
     half = canaries // 2
-    right = int(binom.ppf(UNLUCKY, half, expit(2 * epsilon)))
+    right = int(scipy.stats.binom.ppf(UNLUCKY, half, expit(2 * epsilon)))
     return right, half, half - right, half
 
 
@@ -348,8 +348,8 @@ def half_noise(scores: Scores, threshold: float) -> Counts:
     quiet = 0.5 * (outside - outside.mean()) / (noise or 1.0)
     shrink = math.sqrt((extra + 0.25) / max(float(inside.var()), 1e-30))
     found = inside.mean() + (inside - inside.mean()) * shrink
-    hits = binom.ppf(UNLUCKY, len(inside), float((found >= threshold).mean()))
-    alarms = binom.ppf(1 - UNLUCKY, len(outside), float((quiet >= threshold).mean()))
+    hits = scipy.stats.binom.ppf(UNLUCKY, len(inside), float((found >= threshold).mean()))
+    alarms = scipy.stats.binom.ppf(1 - UNLUCKY, len(outside), float((quiet >= threshold).mean()))
     return int(hits), len(inside), int(alarms), len(outside)
 
 

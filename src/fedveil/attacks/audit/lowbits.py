@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from scipy.stats import binom
+import scipy
 
 from fedveil.attacks.audit.bounds import clopper_pearson_bound
 from fedveil.attacks.audit.canaries import Staged, stage, unit_of
@@ -278,7 +278,7 @@ def releases_needed(
 
     def enough(number: int) -> bool:
         return (
-            bound(int(binom.ppf(1 - wanted, number, share)), number, 0, number, significance, 0.0) > promised
+            bound(int(scipy.stats.binom.ppf(1 - wanted, number, share)), number, 0, number, significance, 0.0) > promised
         )
 
     low, high = 1, 2

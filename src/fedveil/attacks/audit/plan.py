@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from scipy.special import ndtr
-from scipy.stats import binom
 
 from fedveil.attacks.audit.bounds import (
     Bound,
@@ -95,7 +95,7 @@ def surely(
     """Is the power at least `wanted`? Both counts at their unlucky quantiles (half of 1 - wanted each) must still accuse."""
     half, tail = max(1, canaries // 2), (1 - wanted) / 2
     found, alarm = _rates(signal, factor, of, spread)
-    tp, fp = int(binom.ppf(tail, half, found)), int(binom.ppf(1 - tail, half, alarm))
+    tp, fp = int(scipy.stats.binom.ppf(tail, half, found)), int(scipy.stats.binom.ppf(1 - tail, half, alarm))
     return accuse(tp, fp, half, promised, curve, delta, significance)
 
 

@@ -22,7 +22,14 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.special import gammaln
 
-from fedveil.privacy.accountants import SLACK, Answer, Composition, lost_to_tails, with_samplers
+from fedveil.privacy.accountants import (
+    SLACK,
+    Answer,
+    Composition,
+    left_by_samplers,
+    lost_to_tails,
+    with_samplers,
+)
 from fedveil.privacy.events import Claim, Event, Noise
 from fedveil.privacy.filters import adaptive
 from fedveil.privacy.ledger.balance import Book, Pair, once
@@ -236,7 +243,7 @@ class Judge:
         # The samplers' error, as `with_samplers` counts it: from delta / 2 on epsilon rises by less than 1, its room.
         errors = np.array([(event.noise.ratio, event.noise.tail) for event in events]).reshape(-1, 2)
         ratio, tail = (histories.counts @ errors + histories.shared @ errors).T
-        left = (delta - lost_to_tails(tail, epsilon(delta))) / (1 + SLACK)
+        left = left_by_samplers(delta, lost_to_tails(tail, epsilon(delta)))
         fits = (ratio <= SLACK) & (left >= delta / 2)
         found = np.where(fits, epsilon(np.where(fits, left, delta)) + 2 * ratio, np.inf)
         return np.where(totals[:, 0] > 0, found, 0.0)
