@@ -25,6 +25,7 @@ from fedveil.federation.loop import run as simulate
 from fedveil.federation.round import moment_of, noise_errors, plan_of, sanitise_update, start
 from fedveil.federation.store import open_run
 from fedveil.privacy.accountants import answer
+from fedveil.privacy.events import Event, Noise, Sampling
 from fedveil.privacy.ledger import Ledger
 from fedveil.privacy.papers import table_epsilon
 from fedveil.protect import noise, udp
@@ -389,3 +390,25 @@ def test_the_closed_form_moves_a_noised_update_along_the_printed_curve_and_costs
 def test_the_closed_form_is_refused_where_updates_carry_no_noise_of_their_own_or_control_variates_need_them(name):
     with pytest.raises(UserError, match="smoothness"):
         load_config(name, ["smoothness=10"])
+
+
+def test_every_client_sees_its_own_budget_and_what_it_spent_at_its_own_delta(tmp_path):
+    changes = ["client_epsilons=[2, 4, 8, inf]", "client_deltas=[1e-4, 1e-5, 1e-5, 1e-5]", "calibrate=true", "report=false"]
+    result = simulate(load_config("udp-fl-gaussian", [*SMALL, *changes]), tmp_path / "run")
+    with Ledger.open(tmp_path / "run" / "ledger.jsonl") as ledger:
+        sizes, rows = ledger.header.sizes, ledger.own_table()
+    task = prepare(load_config("udp-fl-gaussian", [*SMALL, *changes])).task
+    assert [(r.clients, r.budget, r.delta) for r in rows] == [
+        ((0,), 2.0, 1e-4), ((1,), 4.0, 1e-5), ((2,), 8.0, 1e-5), ((3,), None, 1e-5),
+    ]  # fmt: skip
+    for row, client in zip(rows[:3], range(3), strict=True):  # another way: all steps of the client at once, with its own sigma
+        steps = Event(Noise("gaussian", task.own[client][1]), Sampling("poisson", 20 / sizes[client]), steps=5 * 4)
+        assert row.epsilon == pytest.approx(answer([steps], row.delta, "pld").epsilon, rel=2e-3)  # but for the grid of its noise
+        assert row.budget * 0.98 < row.epsilon <= row.budget  # at the common delta, client 0 would seem to overspend
+    assert rows[3].epsilon is None
+    assert [row["budget"] for row in result["own_budgets"]] == [2.0, 4.0, 8.0, None]
+
+
+def test_without_budgets_of_their_own_nothing_is_said_of_single_clients(tmp_path):
+    result = simulate(load_config("udp-fl-gaussian", [*SMALL, "report=false"]), tmp_path / "run")
+    assert result["own_budgets"] == []

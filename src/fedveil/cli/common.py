@@ -80,6 +80,22 @@ def print_table(
         console.print(below)
 
 
+def print_own_budgets(rows: Sequence[Mapping[str, object]]) -> None:
+    """What clients with budgets of their own were promised and have spent; nothing where there are none."""
+    body = []
+    for row in rows:
+        clients, budget, epsilon, delta = (row[name] for name in ("clients", "budget", "epsilon", "delta"))
+        assert isinstance(clients, list | tuple)
+        who = ", ".join(map(str, clients)) if len(clients) <= 8 else f"{len(clients)} clients"
+        limit = "no limit" if budget is None else figure(float(str(budget)))
+        spent = None if epsilon is None else float(str(epsilon))
+        body.append([who, limit, figure(float(str(delta))), figure(spent, missing="none"), "none" if spent is None else "sound"])
+    if body:
+        about = " and ".join(dict.fromkeys(f"{row['observer']}, {row['unit']}" for row in rows))
+        columns = ["clients", "budget", "delta", "epsilon spent", "verdict"]
+        print_table(f"Budgets of their own ({about})", columns, body, right=columns[1:4])
+
+
 class Notes:
     """Collects long explanations; equal ones share a number."""
 

@@ -18,6 +18,7 @@ from fedveil.cli.common import (
     figure,
     one_of,
     plot_file,
+    print_own_budgets,
     print_table,
     save_curves,
 )
@@ -377,6 +378,7 @@ def ledger(
             )
         columns = ("observer", "unit", "epsilon", "delta", "by", "verdict", "note")
         print_table(title, columns, cells, right=("epsilon", "delta"), notes=notes.lines(*extra))
+        print_own_budgets([asdict(row) for row in book.own_table(accountant)])
         _say_saved(target)
 
     emit([asdict(row) for row in rows], as_json, show)

@@ -178,7 +178,7 @@ def _write_report(folders: list[Path], path: Path) -> None:
 
 
 def _show(result: Document) -> None:
-    from fedveil.cli.common import figure
+    from fedveil.cli.common import figure, print_own_budgets
 
     accuracy, rmse = result["test_accuracy"], result.get("test_rmse")
     quality = f"test accuracy {accuracy:.4f}" if accuracy is not None else f"test RMSE {figure(rmse)}"
@@ -191,6 +191,7 @@ def _show(result: Document) -> None:
         print(f"The model is {result['judgement']}.")
     print(f"{result['seconds']:.1f} s; {result['engine_reason']} Stopped: {result['stopped']}.")
     _show_rows(result["ledger"])
+    print_own_budgets(result.get("own_budgets", ()))
     if result["rounds"] == 0:
         print("No round was played: the model in the run directory is the untrained first one.")
     elif result["simulated"]:

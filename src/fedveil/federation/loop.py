@@ -937,6 +937,7 @@ def finish(
         "simulated": not config.secure_noise,
         "run": str(folder),
         "ledger": [asdict(row) for row in ledger.table(accountant=config.accountant)],
+        "own_budgets": [asdict(row) for row in ledger.own_table(config.accountant)],
         "forecast": forecast(prepared),
     }
     result |= {f"test_{k}": v for k, v in found.items() if k not in ("accuracy", "loss", "r2")}

@@ -23,7 +23,7 @@ from fedveil.federation.store import Run
 from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
-    from fedveil.privacy.ledger import Header, Ledger
+    from fedveil.privacy.ledger import Header, Ledger, OwnRow
     from fedveil.privacy.ledger.journal import Record
     from fedveil.protect.recipe import Recipe
 
@@ -48,7 +48,7 @@ class Promise:
     delta: float | None = None
     simulated: bool = True
     budget: float | None = None
-    own: tuple[float, ...] = ()  # budgets of single clients
+    own: tuple[OwnRow, ...] = ()  # of clients that have budgets of their own
     clients: tuple[JsonObject, ...] = ()
     client_count: int = 0
     public: tuple[str, ...] = ()  # what was trained elsewhere, on public data
@@ -179,6 +179,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
         rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant))
         records = read(path).records
         made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
+        own = tuple(ledger.own_table(config.accountant))
         budgets = _clients(ledger, config.observer, unit, config.accountant) if clients else ()
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as wrong:
         return Promise(problem=f"the ledger cannot be read: {wrong}")
@@ -192,7 +193,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
         delta=header.delta,
         simulated=header.simulated,
         budget=min(whole, default=None),
-        own=tuple(sorted(b.epsilon for b in header.budgets if b.client is not None)),
+        own=own,
         clients=budgets,
         client_count=header.clients,
         public=header.public,
@@ -242,21 +243,24 @@ def _clients(
     header = ledger.header
     many = range(min(header.clients, MOST_CLIENTS))
     often = ledger.participations()
-    limits = {b.client: b.epsilon for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
+    limits = {b.client: b for b in header.budgets if (b.observer, b.unit) == (observer, unit)}
     used: dict[object, float | None] = {}
     out: list[JsonObject] = []
     until = time.monotonic() + PATIENCE
     for client in many:
         if time.monotonic() > until:
             break
+        limit = limits.get(client, limits.get(None))
+        delta = header.delta if limit is None or limit.delta is None else limit.delta
         # clients with equal numbers of releases need not be equal, so only the untouched are skipped
-        used[client] = ledger.spent(client, observer, unit, accountant=accountant) if often[client] else 0.0
+        used[client] = ledger.spent(client, observer, unit, delta, accountant) if often[client] else 0.0
         out.append(
             {
                 "client": client,
                 "releases": int(often[client]),
                 "epsilon": used[client],
-                "budget": limits.get(client, limits.get(None)),
+                "budget": None if limit is None else limit.epsilon,
+                "delta": delta,
             }
         )
     return tuple(out)

@@ -365,12 +365,7 @@ def steady(facts: Facts) -> list[str]:
         where = "from the server's average" if facts.recipe.ranges.adaptive else "fixed"
         return [f"ε {short(facts.recipe.epsilon)} for each reported weight", f"ranges {where}"]
     known = {label: set(facts.column(key)) for key, _, label in SETTINGS}
-    own = facts.promise.own
-    said = (
-        [f"{len(own)} clients have budgets of their own, from ε {short(own[0])} to {short(own[-1])}"]
-        if own
-        else []
-    )
+    said = []
     if (kept := facts.last("parameter_distortion")) is not None:
         printed, within = facts.last("parameter_distortion_printed"), facts.last("input_distortion")
         said.append(

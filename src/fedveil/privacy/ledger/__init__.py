@@ -6,6 +6,7 @@ from fedveil.privacy.ledger.entries import (
     BudgetExceeded,
     Exceeded,
     Header,
+    OwnRow,
     Receipt,
     Row,
     commit,
@@ -15,6 +16,6 @@ from fedveil.privacy.ledger.journal import Damaged, Locked
 from fedveil.privacy.ledger.ledger import Ledger
 
 __all__ = [
-    "GROUP", "Budget", "BudgetExceeded", "Damaged", "Exceeded", "Header", "Ledger", "Locked", "Receipt",
-    "Row", "commit", "group",
+    "GROUP", "Budget", "BudgetExceeded", "Damaged", "Exceeded", "Header", "Ledger", "Locked", "OwnRow",
+    "Receipt", "Row", "commit", "group",
 ]  # fmt: skip

@@ -104,6 +104,20 @@ class Row:
 
 
 @dataclass(frozen=True)
+class OwnRow:
+    """What `observer` can learn about the data of clients that have equal budgets of their own, at the delta that these name;
+    of several clients the largest epsilon. budget None: no limit. epsilon None: there is no finite promise."""
+
+    clients: tuple[int, ...]
+    observer: str
+    unit: str
+    budget: float | None
+    epsilon: float | None
+    delta: float
+    simulated: bool
+
+
+@dataclass(frozen=True)
 class Receipt:
     """The release is on disk and may be handed on. charged False: a replay of an earlier release."""
 

@@ -38,6 +38,7 @@ from fedveil.privacy.ledger.entries import (
     BudgetExceeded,
     Exceeded,
     Header,
+    OwnRow,
     Receipt,
     Row,
     check_body,
@@ -68,7 +69,7 @@ from fedveil.privacy.ledger.worst import (
 from fedveil.privacy.shuffle import shuffled_noise
 
 __all__ = [
-    "GROUP", "Budget", "BudgetExceeded", "Damaged", "Exceeded", "Header", "Ledger", "Locked", "Receipt",
+    "GROUP", "Budget", "BudgetExceeded", "Damaged", "Exceeded", "Header", "Ledger", "Locked", "OwnRow", "Receipt",
     "Row", "commit", "group",
 ]  # fmt: skip
 
@@ -272,6 +273,38 @@ class Ledger:
                 names = dict.fromkeys(c.accountant or accountant for c in claims if c.verdict == "nominal")
                 rows.extend(self._nominal_row((observer, unit), delta, name, accountant) for name in names)
         return rows
+
+    def own_table(self, accountant: str = "pld") -> list[OwnRow]:
+        """What each client with a budget of its own was promised and has spent of it, clients with equal budgets together; the
+        others, if there are any, stand last.
+
+        Formal guarantee: that of `spent`, about the data of the client in question, at the delta of its own budget.
+        """
+        own = [b for b in self.header.budgets if b.client is not None and b.verdict == "sound"]
+        groups: dict[tuple[str, str, float | None, float], list[int]] = {}
+        for budget in own:
+            delta = self.header.delta if budget.delta is None else budget.delta
+            groups.setdefault((budget.observer, budget.unit, budget.epsilon, delta), []).append(budget.client or 0)
+        for observer, unit in dict.fromkeys((b.observer, b.unit) for b in own):
+            limited = {b.client for b in own if (b.observer, b.unit) == (observer, unit)}
+            if free := [c for c in range(self.header.clients) if c not in limited]:
+                groups[observer, unit, None, self.header.delta] = free
+        return [
+            OwnRow(tuple(clients), observer, unit, limit, self._most_spent(clients, observer, unit, delta, accountant), delta,
+                   self.header.simulated)
+            for (observer, unit, limit, delta), clients in groups.items()
+        ]  # fmt: skip
+
+    def _most_spent(
+        self, clients: Sequence[int], observer: str, unit: str, delta: float, accountant: str
+    ) -> float | None:
+        each = (self.spent(client, observer, unit, delta, accountant) for client in clients)
+        most = 0.0
+        for spent in each:
+            if spent is None:
+                return None
+            most = max(most, spent)
+        return most
 
     def epsilon(
         self, observer: str, unit: str, delta: float | None = None, accountant: str = "pld"

@@ -164,7 +164,7 @@ function budgetTable(run) {
     h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": title }, h("table", {},
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, who), rows ? h("th", { scope: "col", class: "right" }, "Rows") : null, words ? h("th", { scope: "col" }, "This round") : null, h("th", { scope: "col", class: "right" }, "Releases"), h("th", { scope: "col", class: "right" }, "ε spent", h("span", { class: "sub" }, "per " + run.unit)), limited ? h("th", { scope: "col" }, "Of its budget") : null)),
       h("tbody", {}, run.clients.map((c) => h("tr", { "data-client": c.client }, h("td", {}, String(c.client)), rows ? h("td", { class: "right" }, number(rows[c.client], 7)) : null, cell(c), h("td", { class: "right" }, String(c.releases)), h("td", { class: "right" }, c.epsilon === null ? "no finite promise" : number(c.epsilon, 4)),
-        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": who + " " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget)]) : null))))),
+        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": who + " " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget) + " at δ = " + number(c.delta)]) : null))))),
     run.client_count > run.clients.length ? h("p", { class: "small muted" }, "The first " + run.clients.length + " of " + run.client_count + " " + who.toLowerCase() + "s.") : null);
 }
 
