@@ -30,6 +30,7 @@ from fedveil.federation import loop, own_loop, planner
 from fedveil.federation.config import RunConfig, config_of, load_config, trusting_code
 from fedveil.federation.loop import OnRound
 from fedveil.federation.own_loop import Private
+from fedveil.federation.progress import tenths
 from fedveil.federation.store import Run, open_run
 from fedveil.jsons import Document, plain
 from fedveil.models.layout import flatten
@@ -263,7 +264,7 @@ def _told(config: RunConfig, on_round: OnRound | None, progress: bool | None) ->
         progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not progress:
         return on_round
-    line = loop.tenths(config, lambda text: print(text, file=sys.stderr, flush=True))
+    line = tenths(config, lambda text: print(text, file=sys.stderr, flush=True))
 
     def both(facts: loop.RoundFacts) -> None:
         line(facts)

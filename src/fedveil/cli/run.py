@@ -143,7 +143,7 @@ def with_progress(config: RunConfig, work: Work, quiet: bool) -> JsonObject:
     """Run `work(callback)` behind a progress bar on a terminal; elsewhere with a line for every tenth of the rounds."""
     from rich.console import Console
 
-    from fedveil.federation.loop import standing, tenths
+    from fedveil.federation.progress import alarm, standing, tenths
 
     console = Console(stderr=True)
     if quiet:
@@ -161,7 +161,13 @@ def with_progress(config: RunConfig, work: Work, quiet: bool) -> JsonObject:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=config.rounds, shown="")
-        return work(lambda facts: progress.update(bar, completed=facts.round, shown=standing(config.observer, facts.metrics)))
+        warn = alarm(progress.console.print)
+
+        def told(facts: RoundFacts) -> None:
+            warn(facts)
+            progress.update(bar, completed=facts.round, shown=standing(config.observer, facts.metrics))
+
+        return work(told)
 
 
 def train_and_show_progress(config: RunConfig, folder: Path, command: str, quiet: bool) -> Document:

@@ -522,24 +522,6 @@ def run(
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
 
 
-def standing(observer: str, metrics: Mapping[str, object]) -> str:
-    """A round's result in a few words, for progress displays."""
-    accuracy, rmse, epsilon = (metrics.get(name) for name in ("test_accuracy", "test_rmse", "epsilon"))
-    shown = f"accuracy {accuracy:.3f}" if accuracy is not None else f"rmse {rmse:.3f}" if rmse is not None else ""
-    return (shown + (f"  epsilon({observer}) {epsilon:.3f}" if epsilon is not None else "")).strip()
-
-
-def tenths(config: RunConfig, write: Callable[[str], None]) -> OnRound:
-    """A callback that writes a line for every tenth of the rounds, where there is no terminal to draw a bar on."""
-    step = max(1, math.ceil(config.rounds / 10))
-
-    def hook(facts: RoundFacts) -> None:
-        if facts.round % step == 0 or facts.round == config.rounds:
-            write(f"round {facts.round}/{config.rounds}  {standing(config.observer, facts.metrics)}")
-
-    return hook
-
-
 def play(
     prepared: Prepared,
     folder: Path,
