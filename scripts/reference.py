@@ -58,8 +58,9 @@ def _help(command: click.Command) -> str:
     for line in (command.help or "").replace("\f", "").splitlines():
         words = re.sub(r"\[/?bold\]", "", line).strip()
         words = words.removeprefix("Examples").removeprefix("Example").removeprefix(":").strip()
-        if words.startswith("fedveil "):
-            examples.append(words)
+        goes_on = bool(examples) and examples[-1].endswith("\\")
+        if goes_on or re.match(r"([A-Z_]+=\S*(\([^)]*\))? )*fedveil ", words):
+            examples.append(("  " if goes_on else "") + words)
         elif words:
             text.append(words)
         elif text and text[-1]:
@@ -204,8 +205,8 @@ def recipes_page() -> str:
     """docs/reference/recipes.md."""
     out = [WIDE + MADE + "# Recipes and shipped configurations\n"]
     out.append(
-        "Verdicts are those of a typical setting (100 clients, 10 a round) with exact noise; a run's own [ledger](../ledger.md) says what "
-        "holds for it. ([What the words mean](../concepts.md).)\n"
+        "Verdicts are those of a typical setting (100 clients, 10 a round) with exact noise, or float noise where its scale follows the batch "
+        "(l2-max, the median rule); a run's own [ledger](../ledger.md) says what holds for it. ([What the words mean](../concepts.md).)\n"
     )
     known = catalogue()
     rows = {row["name"]: row for row in describe_all()}

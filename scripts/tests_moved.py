@@ -145,7 +145,7 @@ def page(commit: str) -> tuple[str, list[str]]:
         "# Tests that moved",
         "",
         f"Made by `python scripts/tests_moved.py {commit}` from the tests of the tree before the code was rebuilt from parts and",
-        f"those of today: {len(old)} tests then, {len(new)} now. {len(old) - len(gone)} live on under their name ({len(rewritten)} of them rewritten, "
+        f"those of today, {len(old)} tests then. {len(old) - len(gone)} live on under their name ({len(rewritten)} of them rewritten, "
         f"second list), {len(gone)} are gone or renamed",
         "(first list). Replacements were matched by the likeness of their code, or decided by hand; `tests/test_tests_moved.py` checks that each exists.",
         "",

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -201,6 +202,15 @@ def test_the_check_of_commands_finds_mistakes(reference):
 
 
 # -- generated pages
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash here")
+def test_every_block_of_commands_is_whole_shell():
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
+            found = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+            whole = found.returncode == 0 and not block.rstrip().endswith("\\")
+            assert whole, f"{page}, block {number}: {found.stderr}\n{block}"
 
 
 def test_reference_is_what_the_code_says(reference):
