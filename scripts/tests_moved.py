@@ -26,6 +26,9 @@ LIKE = 0.5
 # ruff: noqa: E501
 # Old name -> "file::name" of today, and what else is to say.
 REPLACED = {
+    "test_shrinking_keeps_the_share_of_clients_per_round":
+        "`tests/studies/test_index.py::test_a_run_is_shrunk_by_its_rounds_alone_and_never_below_those_that_its_control_needs`: clients "
+        "are not shrunk any more",
     "test_a_failing_node_does_not_quote_its_data":
         "`tests/flower/test_contract.py::test_trouble_with_the_data_changes_neither_the_form_of_a_reply_nor_the_charge`: unreadable "
         "data no longer fail in a way that could be told",
