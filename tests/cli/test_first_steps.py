@@ -105,6 +105,32 @@ def test_more_rounds_only_where_nothing_is_promised(call, tmp_path):
     assert code == 2 and "covered by its promise" in said
 
 
+def test_another_configuration_does_not_go_on_with_the_run_in_a_folder(call, tmp_path):
+    folder, file = tmp_path / "a", tmp_path / "mine.toml"
+    file.write_text('recipe = "fed-cdp-sound"\ndataset = "digits"\nrounds = 5\n')
+    words = ("--set", "rounds=2", "--set", "sigma=4", *SMALL)
+    assert call("run", "digits-start", *words, "--out", folder)[0] == 0
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in ("cancer-headline-b", "digits-start-server", "fed-cdp-sound", file):
+        code, out, said = call("run", name, "--resume", "--out", folder)
+        assert code == 2 and not out and "holds another run than" in said and "sum-cdp --resume" in said, said
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == kept
+    for name in ("digits-start", "sum-cdp"):  # what it was begun with, or its recipe, is this run
+        code, _, said = call("run", name, "--resume", "--out", folder)
+        assert code == 0 and "is finished; nothing was done again" in said, said
+        assert (folder / "result.json").read_bytes() == kept[folder / "result.json"]
+
+
+def test_an_edited_file_is_another_run(call, tmp_path):
+    file, folder = tmp_path / "mine.toml", tmp_path / "a"
+    file.write_text('recipe = "fed-cdp-sound"\nrounds = 2\nclients = 2\nlocal_steps = 1\nreport = false\n')
+    assert call("run", file, "--out", folder)[0] == 0
+    assert call("run", file, "--resume", "--out", folder)[0] == 0
+    file.write_text(file.read_text().replace("rounds = 2", "rounds = 3"))
+    code, _, said = call("run", file, "--resume", "--out", folder)
+    assert code == 2 and "rounds = 2, not 3" in said
+
+
 def test_a_device_that_is_not_there_is_one_clear_line(call, tmp_path):
     import torch
 

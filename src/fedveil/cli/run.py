@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ from fedveil.jsons import JsonObject
 if TYPE_CHECKING:
     from fedveil.federation.config import RunConfig
     from fedveil.federation.loop import OnRound, Prepared, RoundFacts
+    from fedveil.federation.store import Run
     from fedveil.jsons import Document
 
     Work = Callable[[OnRound | None], JsonObject]
@@ -83,6 +84,7 @@ def run(
     if resume and out is not None and (out / "run.json").exists():
         before = open_run(out)
         refuse_foreign_code(before, trust_code)
+        _refuse_another(name, changes, config, before)
         given = {text.partition("=")[0].strip() for text in change}
         if given <= type(config).model_fields.keys():  # the run's own settings, with what was given now
             config = before.config.model_copy(update={key: getattr(config, key) for key in given})
@@ -109,6 +111,34 @@ def run(
             show_audit(found)
     if code:
         raise typer.Exit(code)
+
+
+FREE = {"workers", "chunk", "engine", "report", "data", "checkpoint_every"}  # they decide nothing that is released
+
+
+def _refuse_another(name: str, changes: Sequence[str], config: RunConfig, before: Run) -> None:
+    """Refuse a name that says something else than the run in the folder: going on with that one would answer another question.
+
+    What the run was begun with, or is given now, overrides what the name says and is no contradiction.
+    """
+    from fedveil.federation.config import changed_keys, stated_keys
+
+    begun = str(before.facts.get("command", "")).split(" --set ")
+    told = changed_keys(begun[1:]) if begun[0] == f"fedveil run {name}" else set()
+    asked = stated_keys(name) - told - changed_keys(changes) - FREE
+    other = sorted(key for key in asked if getattr(config, key) != getattr(before.config, key))
+    if not other:
+        return
+    shown = ", ".join(f"{key} = {_short(before.config, key)}, not {_short(config, key)}" for key in other[:3])
+    raise UserError(
+        f"--resume: {before.path} holds another run than {name} ({shown}{', …' if len(other) > 3 else ''}). "
+        f"fedveil run {before.config.recipe} --resume --out {before.path} goes on with it; {name} needs another --out"
+    )
+
+
+def _short(config: RunConfig, key: str) -> str:
+    shown = str(getattr(config, key))
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def stopped_at(folder: Path, name: str) -> str:

@@ -332,24 +332,37 @@ def load_config(name_or_path: str, changes: Mapping[str, object] | Sequence[str]
 
     Keys are those of RunConfig; a recipe's part may be named directly (sigma=2, clip.bound=1).
     """
-    where = name_or_path
-    path = Path(name_or_path)
-    if path.suffix == ".toml":
-        values = read_toml_file(path)
-    elif name_or_path.lower() in shipped():
-        values = _read_toml(shipped()[name_or_path.lower()], where)
-        values.setdefault("name", name_or_path.lower())
-    elif name_or_path in catalogue() or name_or_path in ALIASES or named_code(name_or_path):
-        values = {"recipe": name_or_path}
-        where = ""
-    else:
-        known = [*catalogue(), *ALIASES, *shipped()]
-        raise UserError(
-            f"'{name_or_path}' is neither a .toml file, a shipped configuration nor a recipe."
-            f"{did_you_mean(name_or_path, known)} `fedveil recipes` lists what there is."
-        )
+    values, where = _values_of(name_or_path)
     pairs = changes if isinstance(changes, Mapping) else dict(pair_of(text) for text in changes)
     return make_config(values, pairs, where)
+
+
+def _values_of(name_or_path: str) -> tuple[JsonObject, str]:
+    """What a file, a shipped configuration or a recipe's name itself says, and how to call it in a message."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        return read_toml_file(path), name_or_path
+    if name_or_path.lower() in shipped():
+        values = _read_toml(shipped()[name_or_path.lower()], name_or_path)
+        return {"name": name_or_path.lower(), **values}, name_or_path
+    if name_or_path in catalogue() or name_or_path in ALIASES or named_code(name_or_path):
+        return {"recipe": name_or_path}, ""
+    known = [*catalogue(), *ALIASES, *shipped()]
+    raise UserError(
+        f"'{name_or_path}' is neither a .toml file, a shipped configuration nor a recipe."
+        f"{did_you_mean(name_or_path, known)} `fedveil configs` and `fedveil recipes` list what there is."
+    )
+
+
+def stated_keys(name_or_path: str) -> set[str]:
+    """The keys of `RunConfig` that a file, a shipped configuration or a recipe's name sets itself."""
+    values, where = _values_of(name_or_path)
+    return set(_routed(values, where))
+
+
+def changed_keys(changes: Sequence[str]) -> set[str]:
+    """The keys of `RunConfig` that `key=value` changes set."""
+    return set(_routed(dict(pair_of(text) for text in changes), "--set"))
 
 
 def make_config(

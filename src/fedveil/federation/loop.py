@@ -97,6 +97,7 @@ class RoundFacts:
     state: State
 
 
+ALL_DONE = "all rounds done"
 OnRound = Callable[[RoundFacts], None]
 Turn = tuple[State, JsonObject, JsonObject]  # next state, public facts, private facts
 
@@ -497,6 +498,10 @@ def run(
             store.write_json(folder / store.TABLE, prepared.looked.to_json())
         if on_start is not None:
             on_start(prepared)
+        done = finished(folder, state, config)
+        if done is not None:
+            print(f"note: the run in {folder} is finished; nothing was done again", file=sys.stderr)
+            return done
         workers: int | pool.Workers = config.workers
         if config.workers > 1 and prepared.engine in ("stacked", "functional"):
             workers = stack.enter_context(pool.Workers(config.workers))
@@ -556,7 +561,7 @@ def play(
             store.save_checkpoint(folder / "checkpoints", state, ledger.head)
         if done:
             return state, done
-    return state, "all rounds done"
+    return state, ALL_DONE
 
 
 def _evaluated(config: RunConfig, state: State) -> bool:
@@ -950,6 +955,15 @@ def judgement(task: Task, weights: np.ndarray, data: Dataset) -> tuple[bool | No
         f"NOT better than {than}: this model learned nothing. Try more data per client, larger batches, fewer steps or a larger "
         "epsilon; `fedveil plan` proposes settings, `fedveil fit` chooses them"
     )
+
+
+def finished(folder: Path, state: State, config: RunConfig) -> JsonObject | None:
+    """What result.json holds, if the run ended where its checkpoints do and no more rounds are asked for."""
+    if not ((folder / "result.json").exists() and (folder / "model.safetensors").exists()):
+        return None
+    result: JsonObject = store.read_json(folder / "result.json")
+    stopped = state.round >= config.rounds or result.get("stopped") != ALL_DONE
+    return result if stopped and result.get("rounds") == state.round else None
 
 
 def save_model(path: Path, weights: np.ndarray, layout: Layout) -> None:
