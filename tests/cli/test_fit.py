@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import tomllib
 from typer.testing import CliRunner
 
 import fedveil as fv
-from fedveil.cli import build
+from fedveil.cli import build, main
 from fedveil.federation import loop
 
 
@@ -115,3 +116,39 @@ def test_an_interrupted_fit_says_how_to_go_on_and_does(patients, tmp_path, monke
     assert facts["rounds"] == 20 and facts["learned"] is True
     (row,) = [r for r in facts["ledger"] if (r["observer"], r["unit"]) == ("server", "example")]
     assert row["verdict"] == "sound" and row["epsilon"] <= 4
+
+
+@pytest.mark.parametrize("secret", ["false", "true"])
+def test_fit_goes_on_with_its_own_run_and_looks_once(patients, tmp_path, monkeypatch, secret):
+    words = ("fit", str(patients), "--target", "outcome", "--group", "site", "--epsilon", "4.0000001", "--delta", "1e-6",
+             "--set", f"secure_noise={secret}", "--set", "checkpoint_every=1", "--out", str(tmp_path / "a"))  # fmt: skip
+    real, played = loop.record_round, []
+
+    def interrupted(*args):
+        played.append(real(*args))
+        if len(played) == 3:
+            raise KeyboardInterrupt
+        return played[-1]
+
+    monkeypatch.setattr(loop, "record_round", interrupted)
+    out = run(*words)
+    assert out.exit_code == 130 and "fedveil fit" in out.stderr
+    monkeypatch.setattr(loop, "record_round", real)
+    going = shlex.split(out.stderr.strip().splitlines()[-1])[1:]
+    facts = json.loads(run(*going, "--json").stdout)
+    # With secret noise the round that was cut short is another release: it is charged, and the budget ends one round earlier.
+    assert facts["rounds"] == (20 if secret == "false" else 19) and facts["verdict"].startswith("The model is")
+    ledger = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
+    assert sum("a noised look at" in line for line in ledger) == 2
+    kept = (tmp_path / "a" / "result.json").read_bytes()
+    again = run(*going, "--json")
+    assert "is finished" in again.stderr and (tmp_path / "a" / "result.json").read_bytes() == kept
+
+
+def test_a_delta_that_is_too_large_leaves_no_folder(patients, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fedveil", "fit", str(patients), "--target", "outcome", "--epsilon", "4", "--delta", "0.5",
+                                      "--out", str(tmp_path / "a")])  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and "--set allow_large_delta=true" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

@@ -140,5 +140,6 @@ def _key_instead(option: str) -> str:
 
 
 def _end(message: str) -> NoReturn:
+    sys.stdout.flush()  # in one log of both streams, explanations stand before the error that they lead to
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)

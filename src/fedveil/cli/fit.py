@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedveil.cli.common import JsonFlag, emit
+from fedveil.cli.common import JsonFlag, TrustFlag, emit
 from fedveil.errors import UserError
 from fedveil.jsons import Document, JsonObject
+
+if TYPE_CHECKING:
+    from fedveil.federation.loop import OnRound
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +40,7 @@ def fit(
     ranges: Annotated[
         list[str], typer.Option(help="Public ranges: column=low:high (repeatable), or a .toml or .json file of them.")
     ] = [],
-    categories: Annotated[list[str], typer.Option(help="Public words of a column: column=a|b|c (repeatable).")] = [],
+    categories: Annotated[list[str], typer.Option(help="Public words of a column, in quotes: 'column=a|b|c' (repeatable).")] = [],
     classes: Annotated[str | None, typer.Option(help="Public classes of the target: a,b,c.")] = None,
     missing: Annotated[list[str], typer.Option(help="Declared columns that may lack values and get a mark: a,b.")] = [],
     task: Annotated[str | None, typer.Option(help="classification or regression.")] = None,
@@ -59,6 +62,8 @@ def fit(
     change: Annotated[list[str], typer.Option("--set", help="Change a key of the run: rounds=40, secure_noise=true.")] = [],
     data: Annotated[str | None, typer.Option(help="Folder of the built-in datasets (else FEDVEIL_DATA).")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory (default: runs/NAME-TIME).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, begun by the same command.")] = False,
+    trust_code: TrustFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train well from data and a budget: scaling, model, recipe and noise are chosen, each with its reason.
@@ -77,11 +82,16 @@ def fit(
     fedveil fit patients.toml --epsilon 1 --control
     """
     from fedveil.cli.run import stopped_at, tell, with_progress
-    from fedveil.federation.config import pair_of
-    from fedveil.federation.fit import carry_out, choose
+    from fedveil.federation.config import TRUSTED, pair_of
+    from fedveil.federation.fit import carry_out, choose, going_on
+    from fedveil.federation.store import refuse_named_code
 
+    if resume and out is None:
+        raise UserError("--resume needs --out DIR: the run to continue")
+    TRUSTED.set(trust_code)
     values, table = _file(source)
-    table |= _declared(group, drop, keep, ranges, categories, classes, missing, task, test, split, scaling)
+    declared = _declared(group, drop, keep, ranges, categories, classes, missing, task, test, split, scaling)
+    table |= declared
     settings = dict(pair_of(word) for word in change)
     epsilon = epsilon if epsilon is not None else values.get("target_epsilon")
     if epsilon is None:
@@ -91,18 +101,21 @@ def fit(
         text=text or values.get("text"), observer=observer or values.get("view", "sum"), clients=clients, seed=seed,
         data=data, table=table, **settings,
     )  # fmt: skip
+    refuse_named_code(chosen.config, trust_code)
     folder = out or Path("runs") / f"{_short(values.get('dataset', source))}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not as_json:
         _show_lines(chosen.lines)
-    command = _command(source, epsilon, target, text, observer, clients, seed, table, change)
+    command = _command(source, epsilon, target, text, observer, clients, seed, delta, data, declared, change)
+    command += " --control" if control else ""
+    chosen = going_on(chosen, folder) if resume else chosen
+
+    def work(hook: OnRound | None) -> JsonObject:
+        return carry_out(chosen, folder, control=control, command=command, resume=resume, on_round=hook, on_start=tell)
+
     try:
-        facts = with_progress(
-            chosen.config,
-            lambda hook: carry_out(chosen, folder, control=control, command=command, on_round=hook, on_start=tell),
-            as_json,
-        )
+        facts = with_progress(chosen.config, work, as_json)
     except KeyboardInterrupt:
-        print(stopped_at(folder, chosen.config.recipe), file=sys.stderr)
+        print(stopped_at(folder, command), file=sys.stderr)
         raise typer.Exit(130) from None
     if chosen.config.report:
         from fedveil.report.page import write_report
@@ -113,17 +126,22 @@ def fit(
 
 def _command(
     source: str, epsilon: float, target: str | None, text: str | None, observer: str | None, clients: int | None, seed: int,
-    table: JsonObject, change: Sequence[str],
+    delta: float | None, data: str | None, table: JsonObject, change: Sequence[str],
 ) -> str:  # fmt: skip
     """The command that makes this run again; declared columns as `[table]` has them."""
     lists = {key: ",".join(map(str, value)) for key, value in table.items() if isinstance(value, list | tuple)}
     plain = {key: value for key, value in table.items() if isinstance(value, str | int | float)}
-    given = {"target": target, "text": text, "epsilon": f"{epsilon:g}", "observer": observer, "clients": clients}
-    given |= {"seed": seed or None}
+    given = {"target": target, "text": text, "epsilon": _exact(epsilon), "observer": observer, "clients": clients}
+    given |= {"seed": seed or None, "delta": None if delta is None else _exact(delta), "data": data}
     words = [f"--{key} {value}" for key, value in (given | plain | lists).items() if value not in (None, "")]
     for key, pairs in ((k, v) for k, v in table.items() if isinstance(v, dict)):
         words += [f"--{key} '{c}={':'.join(map(str, v)) if key == 'ranges' else '|'.join(v)}'" for c, v in pairs.items()]
     return " ".join(["fedveil fit", source, *words, *(f"--set {one}" for one in change)])
+
+
+def _exact(value: float) -> str:
+    """The shortest digits that are read back as the same number."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def _short(source: object) -> str:
@@ -198,14 +216,21 @@ def _range_file(path: Path) -> JsonObject:
 
 def _category(word: str) -> tuple[str, list[str]]:
     column, sign, words = word.partition("=")
-    if not sign or not words:
-        raise UserError(f"--categories {word}: write column=a|b|c, e.g. sex=F|M.")
-    return column.strip(), words.split("|")
+    found = [one for one in words.split("|") if one]
+    if not sign or not found:
+        raise UserError(f"--categories {word}: write 'column=a|b|c', e.g. 'sex=F|M'.")
+    if len(found) < 2:
+        raise UserError(
+            f"--categories {word}: one word alone tells no rows apart; write all of them, in quotes, which keep the shell from "
+            f"taking | for a pipe: '{column.strip()}={found[0]}|...'. To leave the column out: --drop {column.strip()}."
+        )
+    return column.strip(), found
 
 
 def _show_lines(lines: Sequence[tuple[str, str]]) -> None:
     for what, why in lines:
         print(f"{what:<9}{why}")
+    sys.stdout.flush()  # warnings and rounds go to the other stream
 
 
 def _show(facts: Document) -> None:

@@ -96,6 +96,10 @@ def reproduce(
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
+    failed = runner.not_run(chosen, done)
+    if chosen.runs and failed.total() == len(chosen.runs):
+        why = "; ".join(f"{count} of {len(chosen.runs)} jobs: {reason}" for reason, count in failed.items())
+        raise UserError(f"{entry.id}: no job could be run, so no page was written. {why}")
     name = "-".join((entry.id, *(re.sub(r"[^A-Za-z0-9_-]", "", word) for word in words)))
     rows, page, picture = render.write(chosen, done, command, out, name)
     data: JsonObject = {
@@ -104,7 +108,8 @@ def reproduce(
         "picture": None if picture is None else str(picture),
     }  # fmt: skip
     emit(data, as_json, lambda: _show(entry, rows, page))
-    for reason, count in runner.not_run(chosen, done).items():
+    sys.stdout.flush()  # what follows is said last, also in one log of both streams
+    for reason, count in failed.items():
         print(f"{count} of {len(chosen.runs)} jobs could not be run: {reason}", file=sys.stderr)
 
 

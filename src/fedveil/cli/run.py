@@ -96,7 +96,7 @@ def run(
         with _tracker(track, folder, config) as send:
             result = with_progress(config, _job(simulate, config, folder, command, resume, send), as_json)
     except KeyboardInterrupt:
-        print(stopped_at(folder, name), file=sys.stderr)
+        print(stopped_at(folder, f"fedveil run {name}"), file=sys.stderr)
         raise typer.Exit(130) from None
     found, code = _audit(folder) if audit else (None, 0)
     if config.report:
@@ -141,7 +141,7 @@ def _short(config: RunConfig, key: str) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def stopped_at(folder: Path, name: str) -> str:
+def stopped_at(folder: Path, command: str) -> str:
     """Where an interrupted run stands and how to go on."""
     from fedveil.federation.store import checkpoints
 
@@ -150,7 +150,7 @@ def stopped_at(folder: Path, name: str) -> str:
     kept = max(checkpoints(folder / "checkpoints"), default=0)
     return (
         f"stopped; rounds up to {kept} are kept in {folder}, and what was released is in its ledger. Go on with:\n"
-        f"  fedveil run {name} --resume --out {folder}"
+        f"  {command} --resume --out {folder}"
     )
 
 
@@ -373,15 +373,18 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture (.png or .svg): accuracy against sound epsilon.")
     ] = None,
+    trust_code: TrustFlag = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run or read several configurations and put them side by side: accuracy, epsilon nominal and sound, time.
 
     Example:  fedveil compare digits-start digits-start-server --seeds 3 --plot pareto.png
     """
+    from fedveil.federation.config import TRUSTED
     from fedveil.report.compare import compare_all, plot_pareto, table_of
 
-    rows = compare_all(names, change, seeds, out, quiet=as_json)
+    TRUSTED.set(trust_code)
+    rows = compare_all(names, change, seeds, out, quiet=as_json, trust=trust_code)
     if plot is not None:
         plot_pareto(rows, plot)
     if as_json:

@@ -320,6 +320,14 @@ def as_toml(chosen: Chosen) -> str:
     return "\n".join(lines) + "\n"
 
 
+def going_on(chosen: Chosen, out: str | Path) -> Chosen:
+    """What was chosen, with what the run in `out` has looked at and paid for before: no second look is made."""
+    if not (Path(out) / "run.json").exists():
+        return chosen
+    looked = store.open_run(out).config.looked
+    return chosen if looked is None else replace(chosen, config=chosen.config.with_look(looked))
+
+
 def carry_out(
     chosen: Chosen, out: str | Path, *, control: bool = False, command: str = "", resume: bool = False,
     on_round: loop.OnRound | None = None, on_start: Callable[[loop.Prepared], None] | None = None,

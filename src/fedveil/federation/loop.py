@@ -54,6 +54,7 @@ from fedveil.models.backbones import digests_in, named_in
 from fedveil.models.layout import Layout, flatten, layout_of, unflatten
 from fedveil.privacy.events import Release, Unit
 from fedveil.privacy.ledger import Budget, Exceeded, Header, Ledger, commit
+from fedveil.privacy.ledger.entries import check_header
 from fedveil.protect import bounded
 from fedveil.protect.catalogue import named_code
 from fedveil.protect.counts import takes_rate
@@ -486,6 +487,7 @@ def run(
         raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
     task = prepared.task
     check_noise(prepared)
+    check_delta(prepared)
     prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
@@ -747,6 +749,13 @@ def header_of(prepared: Prepared) -> Header:
         allow_large_delta=config.allow_large_delta,
         public=named_in(prepared.notes),
     )
+
+
+def check_delta(prepared: Prepared) -> None:
+    """Refuse a delta that no ledger could promise with before a folder is made. Sizes are public."""
+    config, dealt = prepared.config, prepared.partition
+    sizes = () if dealt.clients > 100_000 else tuple(int(size) for size in dealt.sizes)
+    check_header(Header(config.delta, dealt.clients, sizes, dealt.copies, allow_large_delta=config.allow_large_delta))
 
 
 def unit_of(recipe: Recipe) -> Unit:

@@ -12,14 +12,17 @@ from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.forecast import forecast
 from fedveil.federation.loop import Prepared, run
-from fedveil.federation.store import open_run
+from fedveil.federation.store import open_run, refuse_named_code
 from fedveil.jsons import Document, JsonObject
 
 
 def compare_all(
-    names: Sequence[str], changes: Sequence[str], seeds: int, out: Path, quiet: bool = True
+    names: Sequence[str], changes: Sequence[str], seeds: int, out: Path, quiet: bool = True, trust: bool = False
 ) -> list[JsonObject]:
-    """One row per name: runs are read where a directory is given, made (or resumed) otherwise."""
+    """One row per name: runs are read where a directory is given, made (or resumed) otherwise.
+
+    trust: code that a configuration names may be imported.
+    """
     from rich.console import Console
     from rich.progress import track
 
@@ -42,6 +45,7 @@ def compare_all(
     ):
         if found is None:
             config = load_config(name, [*changes, f"seed={seed}", "report=false"])
+            refuse_named_code(config, trust)
             folder = out / f"{Path(name).stem}-{seed}"
             found = run(config, folder, resume=(folder / "run.json").exists(), on_start=None if quiet else _tell)
         results.setdefault(name, []).append(found)

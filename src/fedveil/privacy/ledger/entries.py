@@ -256,7 +256,7 @@ def check_header(header: Header) -> None:
             raise UserError(
                 f"delta {header.delta:g} is not below 1/{units} (the number of {name}): a mechanism that "
                 "publishes one of them outright would pass. Choose a smaller delta, or allow a large "
-                "one explicitly (--allow-large-delta)."
+                "one explicitly (--set allow_large_delta=true)."
             )
 
 
