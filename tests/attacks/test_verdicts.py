@@ -71,6 +71,15 @@ def test_the_next_step_names_seats_that_nothing_was_tried_from_and_no_others():
     assert verdicts.next_step(verdicts.summary([*ROWS, client, others], after_all)["rows"], "RUN") == ""
 
 
+def test_participants_stand_beside_whoever_gets_the_model_where_both_were_promised_the_same():
+    member = entry({"kind": "membership", "methods": {"rmia": {"auc": 0.5, "auc_interval_all": [0.4, 0.6]}}})
+    others = {"observer": "participants", "unit": "example", "epsilon": 1.5, "verdict": "sound"}
+    row = row_of(verdicts.summary([*ROWS, others], [member]), "participants")
+    assert row["attack"] is None and row["got"] == "see whoever gets the model" and "same promise" in row["means"]
+    for promised, tried in ((others, entry(IMAGES)), ({**others, "epsilon": 3.0}, member)):
+        assert row_of(verdicts.summary([*ROWS, promised], [tried]), "participants")["got"] == "not attacked"
+
+
 def test_a_broken_sound_promise_is_a_warning_not_to_use_the_run():
     broken = {"kind": "audit", "observer": "server", "unit": "example", "epsilon_lower": 4.0, "epsilon_promised": 1.5,
               "verdict": "promise broken"}  # fmt: skip

@@ -243,8 +243,18 @@ def summary(rows: Sequence[Mapping[str, object]], history: Iterable[Document]) -
     for seat in SEATS:
         for key in [k for k in dict.fromkeys([*seats, *tried]) if k[0] == seat]:
             held = seats.get(key, {"promised": None, "verdict": "none"})
-            table.append({"seat": key[0], "unit": key[1], **held, **_best(held, tried.get(key, []))})
+            told = _best(held, tried.get(key, []))
+            beside = ("public", key[1])
+            if seat == "participants" and key not in tried and beside in tried and held == seats.get(beside):
+                told |= AS_PUBLIC
+            table.append({"seat": key[0], "unit": key[1], **held, **told})
     return {"schema": SUMMARY, "rows": table}
+
+
+AS_PUBLIC: JsonObject = {
+    "got": "see whoever gets the model",
+    "means": "This seat gets the models of all rounds and no upload, under the same promise: no attack of its own was made.",
+}
 
 
 def _best(held: Document, entries: Sequence[Mapping[str, Any]]) -> JsonObject:
