@@ -119,7 +119,8 @@ def _show(found: Plan, out: Path | None, expected: str, told: list[str]) -> None
         ("noise to signal, whole run", figure(found.noise_to_signal, 2), figure(papers.noise_to_signal, 2)),
         ("noise to signal, one round", figure(found.noise_to_signal_per_round, 2), ""),
     ]
-    who = "sees every client's update" if found.observer == "server" else "sees only the sum"
+    alone = "sees every client's update (with --observer sum, which `fedveil fit` assumes, only their sum)"
+    who = alone if found.observer == "server" else "sees only the sum"
     title = (
         f"epsilon {figure(found.target_epsilon)} at delta {figure(found.delta)} per example; {found.clients:,} clients, "
         f"{found.examples:,} examples; the server {who}"
