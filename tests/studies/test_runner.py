@@ -275,6 +275,18 @@ def test_the_command_ends_with_the_jobs_that_could_not_be_run(tmp_path, monkeypa
     assert shown.exit_code == 0 and "1 of 3 jobs could not be run: Dataset 'x' is not there" in shown.stderr
 
 
+def test_a_table_of_which_nothing_could_be_run_is_an_error_and_no_page(tmp_path, monkeypatch):
+    def missing(job, seed, folder):
+        raise UserError("Dataset 'x' is not there")
+
+    monkeypatch.setattr("fedveil.studies.index.find", lambda table: entry())
+    monkeypatch.setattr(jobs, "execute", missing)
+    shown = CliRunner().invoke(build(), ["reproduce", "p9-table1", "--scale", "paper", "--workers", "1", "--out", str(tmp_path)])
+    assert isinstance(shown.exception, UserError) and not shown.stdout
+    assert "no page was written. 3 of 3 jobs: Dataset 'x' is not there" in str(shown.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["cells.jsonl"]
+
+
 def test_the_list_as_json_has_times_for_both_scales():
     data = json.loads(call("--list", "--json").stdout)
     found = next(item for item in data if item["id"] == "p1-table2")
