@@ -71,6 +71,14 @@ def test_a_terminal_that_knows_ascii_only_spells_a_promise_out(monkeypatch):
     assert narrow.buffer.getvalue() == b"sound epsilon <= 8 - sqrt 2 sigma, ?\n"
 
 
+def test_in_one_log_an_error_stands_after_what_led_to_it(tmp_path):
+    table = tmp_path / "same.csv"
+    table.write_text("age,y\n" + "".join(f"{i % 90},yes\n" for i in range(2000)))
+    words = ("fit", str(table), "--target", "y", "--epsilon", "4", "--out", str(tmp_path / "a"))
+    done = subprocess.run([sys.executable, "-m", "fedveil", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 2 and done.stdout.startswith("data ") and done.stdout.splitlines()[-1].startswith("error: ")
+
+
 def test_without_a_terminal_rounds_are_told_in_lines(call, tmp_path):
     code, _, said = call("run", "fed-cdp-sound", *SMALL, "--set", "rounds=3", "--out", tmp_path / "a")
     assert code == 0 and "round 1/3" in said and "round 3/3" in said, said

@@ -152,3 +152,60 @@ def test_a_delta_that_is_too_large_leaves_no_folder(patients, tmp_path, monkeypa
         main()
     assert end.value.code == 2 and "--set allow_large_delta=true" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+GERMAN = "Klinik;Alter;CRP;Aufnahme;Geschlecht;Ausgang\n" + "".join(
+    f"{'AB'[i % 2]};{20 + i % 70};{i % 40},{i % 9};{1 + i % 28:02d}.{1 + i % 12:02d}.2023;{'wmd'[i % 3]};"
+    f"{'ja' if i % 70 > 35 else 'nein'}\n"
+    for i in range(800)
+)
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_tables_of_spreadsheets_are_read_by_the_separator_of_their_header(mark, tmp_path):
+    path = tmp_path / "klinik.csv"
+    path.write_text(GERMAN.replace(";", mark), "utf-8-sig")
+    out = run("fit", str(path), "--target", "Ausgang", "--group", "Klinik", "--epsilon", "4", "--set", "rounds=20", "--out",
+              str(tmp_path / "run"))  # fmt: skip
+    assert out.exit_code == 0 and "2 sites" in out.stdout
+    assert "CRP: left out; if it holds numbers or dates, `fedveil data check` may say why" in out.stdout
+
+
+def test_check_says_what_is_written_so_that_it_would_be_lost_and_writes_nothing_of_it(tmp_path):
+    path, plan = tmp_path / "klinik.csv", tmp_path / "plan.toml"
+    path.write_text(GERMAN)
+    words = ("data", "check", str(path), "--target", "Ausgang", "--group", "Klinik", "--categories", "Geschlecht=w|m", "--ranges",
+             "Alter=0:50", "--classes", "ja,nein")  # fmt: skip
+    facts = json.loads(run(*words, "--write", str(plan), "--json").stdout)
+    said = {row["column"]: row["suggestion"] for row in facts["columns"]}
+    assert "decimal comma" in said["CRP"] and "dates" in said["Aufnahme"] and "0 to 50" in said["Alter"]
+    assert "266 rows hold a word that is not declared (d)" in said["Geschlecht"] and said["Ausgang"] == ""
+    text = plan.read_text()
+    assert tomllib.loads(text)["table"]["categories"] == {"Geschlecht": ["w", "m"]}
+    assert "comma" not in text and "266" not in text and "dates" not in text
+
+
+def test_check_says_that_a_constant_target_teaches_nothing(tmp_path):
+    path = tmp_path / "same.csv"
+    path.write_text("age,y\n" + "".join(f"{i},1\n" for i in range(30)))
+    facts = json.loads(run("data", "check", str(path), "--target", "y", "--json").stdout)
+    assert "nothing to learn" in facts["columns"][1]["suggestion"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--classes", "dead,alive"], "not among the classes dead, alive"), (["--task", "regression"], "drop --task regression"),
+     (["--ranges", "site=0:1", "--classes", "died,alive"], "not a number, but the column has a range")],
+)  # fmt: skip
+def test_what_contradicts_a_declaration_is_refused_before_a_look_is_charged(more, message, patients, tmp_path):
+    with pytest.raises(fv.UserError, match=message):
+        run("fit", str(patients), "--target", "outcome", "--epsilon", "4", *more, "--out", str(tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_look_in_vain_keeps_its_folder_and_says_so(patients, tmp_path):
+    path = tmp_path / "same.csv"
+    path.write_text("age,y\n" + "".join(f"{i % 90},yes\n" for i in range(2000)))
+    with pytest.raises(fv.UserError, match="keep that folder"):
+        run("fit", str(path), "--target", "y", "--epsilon", "4", "--out", str(tmp_path / "a"))
+    assert (tmp_path / "a" / "ledger.jsonl").exists()

@@ -16,6 +16,7 @@ FILES = {
     "lonely.csv": "a,s,y\n1,A,0\n2,A,1\n3,B,0\n4,A,1\n", "notarget.csv": "a,y\n1,\n2,1\n", "empty.csv": "",
     "header.csv": "a,y\n", "ragged.csv": "a,y\n1,0,3\n", "twice.csv": "a,a,y\n1,2,0\n", "tiny.csv": "a,y\n1,0\n",
     "bad.toml": 'recipe = "fed-cdp"\nrounds = "many"\n', "broken.toml": "recipe = \n", 
+    "bare.toml": 'dataset = "plain.csv"\ntarget = "y"\n',
     "typo.toml": 'recipe = "fed-cdp"\nroundz = 3\n',
     "theirs.py": "def fails(): raise RuntimeError('disk on fire')\ndef five(): return 5\nvalue = 3\n"
     "def fails_model(shape, classes): raise ValueError('bad layer')\ndef no_module(shape, classes): return 5\n",
@@ -27,6 +28,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
         (made / name).write_text(text)
+    (made / "latin.csv").write_bytes("größe,y\n1,0\n2,1\n".encode("latin-1"))
     (made / "pictures").mkdir()
     np.savez(made / "shapes.npz", x=np.zeros((4, 3)), y=np.zeros(3))
     np.savez(made / "nan.npz", x=np.array([[1.0, np.nan], [1, 2]]), y=np.array([0, 1]))

@@ -216,6 +216,9 @@ def check_table(
     group: str | None = typer.Option(None, help="The column that names the site of each row."),
     drop: list[str] = typer.Option([], help="Columns to leave out: a,b (repeatable)."),
     keep: list[str] = typer.Option([], help="Columns to learn from although named like identifiers: a,b."),
+    ranges: list[str] = typer.Option([], help="Public ranges, as in `fedveil fit`: column=low:high, or a file of them."),
+    categories: list[str] = typer.Option([], help="Public words, as in `fedveil fit`: 'column=a|b|c'."),
+    classes: str | None = typer.Option(None, help="Public classes of the target: a,b,c."),
     epsilon: float = typer.Option(2.0, help="The budget of the run that is written."),
     observer: str = typer.Option("sum", help="sum or server, as in `fedveil fit`."),
     task: str | None = typer.Option(None, help="classification or regression."),
@@ -228,6 +231,7 @@ def check_table(
 
     Example:  fedveil data check patients.csv --target outcome --group hospital --write patients.toml
     """
+    from fedveil.cli.fit import declared
     from fedveil.data.columns import check_names, columns_of
     from fedveil.data.describe import describe
     from fedveil.data.frames import Table, read
@@ -235,10 +239,9 @@ def check_table(
     table = read(file)
     if not isinstance(table, Table):
         raise UserError(f"{file}: holds images or arrays, which need no check; `fedveil fit {file} --epsilon 4` takes them.")
-    options: dict[str, Any] = {"group": group, "task": task}
-    for key, given in (("drop", drop), ("keep", keep)):
-        options[key] = [name for word in given for name in word.split(",") if name]
-    options = {key: value for key, value in options.items() if value}
+    options = declared(group, drop, keep, ranges, categories, classes, [], task, None, None, None)
+    if target is None and (ranges or categories or classes):
+        raise UserError("--ranges, --categories and --classes need --target: which column is to be predicted.")
     columns = columns_of(options, target, None, file) if target else None
     if columns is not None:
         check_names(table, columns)

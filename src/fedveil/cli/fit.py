@@ -90,8 +90,8 @@ def fit(
         raise UserError("--resume needs --out DIR: the run to continue")
     TRUSTED.set(trust_code)
     values, table = _file(source)
-    declared = _declared(group, drop, keep, ranges, categories, classes, missing, task, test, split, scaling)
-    table |= declared
+    given = declared(group, drop, keep, ranges, categories, classes, missing, task, test, split, scaling)
+    table |= given
     settings = dict(pair_of(word) for word in change)
     epsilon = epsilon if epsilon is not None else values.get("target_epsilon")
     if epsilon is None:
@@ -105,7 +105,7 @@ def fit(
     folder = out or Path("runs") / f"{_short(values.get('dataset', source))}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not as_json:
         _show_lines(chosen.lines)
-    command = _command(source, epsilon, target, text, observer, clients, seed, delta, data, declared, change)
+    command = _command(source, epsilon, target, text, observer, clients, seed, delta, data, given, change)
     command += " --control" if control else ""
     chosen = going_on(chosen, folder) if resume else chosen
 
@@ -164,7 +164,7 @@ def _file(source: str) -> tuple[Document, JsonObject]:
     return {**values, "view": "sum" if recipe is not None and recipe.place.sum_only else "server"}, planned
 
 
-def _declared(
+def declared(
     group: str | None, drop: Sequence[str], keep: Sequence[str], ranges: Sequence[str], categories: Sequence[str],
     classes: str | None,
     missing: Sequence[str], task: str | None, test: str | None, split: str | None, scaling: str | None,

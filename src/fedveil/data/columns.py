@@ -213,7 +213,7 @@ def sheet_of(source: Any, columns: Columns, seed: int) -> Sheet:
         if (counts < 2).any():
             raise UserError(
                 f"{table.name}, column '{columns.group}': group '{found[counts.argmin()]}' has one row; a site needs at least "
-                "two. Is this really the column that says who holds a row?"
+                "two. Join it to another site, or remove the row. Or is this not the column that says who holds a row?"
             )
         present, groups = np.unique(numbered[train], return_inverse=True)
         names = tuple(str(found[p]) for p in present)
@@ -350,6 +350,32 @@ def _readable(sheet: Sheet) -> None:
             )
 
 
+def _check_target(table: Table, rows: np.ndarray, columns: Columns, task: Task) -> None:
+    """A target that is no number in a regression, or none of the declared classes, is a mistake in the declaration."""
+    cells = table.columns[columns.target][rows]
+    said = words(cells)
+    if task == "regression":
+        wrong = np.flatnonzero(np.isnan(numbers(cells)))
+        told = "is not a number, but this is a regression. To predict words drop --task regression (task = classification)."
+    else:
+        wrong = np.flatnonzero(~np.isin(said, columns.classes)) if columns.classes else np.zeros(0, np.int64)
+        told = f"is not among the classes {', '.join(columns.classes)}."
+    if len(wrong):
+        row, word = table.lines[rows[wrong[0]]], str(said[wrong[0]])
+        near = did_you_mean(word, columns.classes)
+        raise UserError(f"{table.name}, target column '{columns.target}', row {row}: '{word}' {told}{near}")
+
+
+def check_declared(sheet: Sheet) -> None:
+    """Refuse rows that contradict what is declared: before a look at the other columns is made and charged in vain."""
+    columns = sheet.columns
+    quantity = not columns.classes and columns.target in columns.ranges and columns.task != "classification"
+    if not columns.text:
+        _readable(sheet)
+    for table, rows in _both(sheet):
+        _check_target(table, rows, columns, "regression" if quantity or columns.task == "regression" else "classification")
+
+
 def _features(table: Table, rows: np.ndarray, known: Known, columns: Columns) -> np.ndarray:
     if columns.text:
         return encode_texts(words(table.columns[columns.text])[rows].tolist(), 1024)
@@ -389,27 +415,15 @@ def _hats(values: np.ndarray, knots: np.ndarray) -> np.ndarray:
 
 
 def _targets(table: Table, rows: np.ndarray, columns: Columns, known: Known, training: bool) -> np.ndarray:
+    _check_target(table, rows, columns, known.task)
     cells = table.columns[columns.target][rows]
     if known.task == "regression":
-        values = numbers(cells)
-        wrong = np.flatnonzero(np.isnan(values))
-        if len(wrong):
-            raise UserError(
-                f"{table.name}, target column '{columns.target}', row {table.lines[rows[wrong[0]]]}: "
-                f"'{words(cells)[wrong[0]]}' is not a number, but this is a regression; use task = classification for words."
-            )
-        scaled = (values - known.low) * (2.0 / (known.high - known.low)) - 1.0
+        scaled = (numbers(cells) - known.low) * (2.0 / (known.high - known.low)) - 1.0
         return np.clip(scaled, -1.0, 1.0) if training else scaled
     said = words(cells)
     order = np.argsort(np.array(known.classes))
     at = order[np.clip(np.searchsorted(np.array(known.classes), said, sorter=order), 0, len(order) - 1)]
     right = np.array(known.classes)[at] == said
-    if not right.all() and columns.classes:
-        row = int(np.flatnonzero(~right)[0])
-        raise UserError(
-            f"{table.name}, target column '{columns.target}', row {table.lines[rows[row]]}: '{said[row]}' is not among the "
-            f"classes {', '.join(known.classes)}.{did_you_mean(str(said[row]), known.classes)}"
-        )
     return np.where(right, at, known.usual if training else -1)
 
 

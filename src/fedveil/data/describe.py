@@ -5,6 +5,8 @@ Nothing here goes into a run: a run takes what is declared, or pays for a noised
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from fedveil.data.columns import Columns, identifiers
@@ -15,6 +17,14 @@ from fedveil.jsons import JsonObject
 PAY = "range and gaps would be private: declare them (--ranges), or the run pays for a noised look"
 BY_NAME = "drop: it looks like an identifier by its name (`fedveil fit` leaves it out; --keep {name} keeps it)"
 SAY = "which words occur would be private: declare them (--categories), or the run pays for a noised look"
+
+CONSTANT = "check: every row has the same value, so there is nothing to learn"
+LOST = "are read as words, of which hardly any would be learnt from; write"
+WRITTEN = {
+    r"[-+]?(\d+|\d{1,3}(\.\d{3})+),\d+": f"check: numbers with a decimal comma {LOST} them with a point (12.5)",
+    r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([ T].*)?":
+    f"check: dates {LOST} a number instead (a year, days since an event), or drop the column",
+}
 
 
 def describe(table: Table, columns: Columns | None) -> list[JsonObject]:
@@ -39,8 +49,12 @@ def _one(name: str, cells: np.ndarray, role: str, columns: Columns | None, rows:
     suggestion = ""
     if named:
         role, suggestion = "dropped" if role == "feature" else role, BY_NAME.format(name=name)
-    elif role in ("feature", "column"):
-        suggestion = _suggestion(values, present, different, numeric)
+    elif role in ("feature", "column", "target"):
+        suggestion = _against_declared(name, said, values, present, columns)
+        if not suggestion and role == "target":
+            suggestion = CONSTANT if different == 1 else ""
+        elif not suggestion:
+            suggestion = _written_otherwise(said[present]) or _suggestion(values, present, different, numeric)
     return {
         "column": name, "role": role, "kind": "numbers" if numeric else "words" if present.any() else "empty", "seen": seen,
         "missing": int(rows - present.sum()), "private": _private(name, role, columns, numeric), "suggestion": suggestion,
@@ -55,6 +69,31 @@ def _seen(said: np.ndarray, values: np.ndarray, present: np.ndarray, different: 
         return f"numbers {values[present].min():.4g} to {values[present].max():.4g}, {different} different{gaps}"
     some = ", ".join(map(str, np.unique(said[present])[:4]))
     return f"{different} different words ({some}{', …' if different > 4 else ''}){gaps}"
+
+
+def _against_declared(name: str, said: np.ndarray, values: np.ndarray, present: np.ndarray, columns: Columns | None) -> str:
+    """Values that a declaration leaves out: a run cuts or forgets them without a word, since which they are is private."""
+    if columns is None:
+        return ""
+    if name in columns.ranges:
+        low, high = columns.ranges[name]
+        outside = int((present & ~((values >= low) & (values <= high))).sum())
+        return f"check: {outside} values are not in the declared range {low:g} to {high:g}; they would be cut" if outside else ""
+    declared = columns.classes if name == columns.target else columns.categories.get(name, ())
+    other = present & ~np.isin(said, declared) if declared else np.zeros(len(said), bool)
+    if not other.any():
+        return ""
+    told = "`fedveil fit` refuses these rows" if name == columns.target else "they would say nothing"
+    some = ", ".join(map(str, np.unique(said[other])[:4]))
+    return f"check: {int(other.sum())} rows hold a word that is not declared ({some}): {told}; declare it, or correct them"
+
+
+def _written_otherwise(said: np.ndarray) -> str:
+    """What to do about numbers and dates that are read as words because of how they are written."""
+    for pattern, advice in WRITTEN.items():
+        if len(said) and sum(re.fullmatch(pattern, str(word)) is not None for word in said) > 0.5 * len(said):
+            return advice
+    return ""
 
 
 def _suggestion(values: np.ndarray, present: np.ndarray, different: int, numeric: bool) -> str:

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import gzip
 import inspect
+import itertools
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -295,13 +296,23 @@ def _training_rows(cells: np.ndarray, split: str, path: Path, lines: Sequence[in
     return np.asarray(words == "train")
 
 
+def separator_of(header: str) -> str:
+    """What separates the cells: a comma, or, where that makes one column only, a semicolon or tab as many spreadsheets write it.
+
+    Only the header line is looked at, which is public.
+    """
+    counts = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in ",;\t"}
+    return "," if counts[","] > 1 else max(counts, key=lambda mark: counts[mark])
+
+
 def read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """Header, rows, and the line number of each row in the file."""
     opener = gzip.open if path.name.endswith(".gz") else open
     rows, lines = [], []
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
+            first = file.readline()
+            reader = csv.reader(itertools.chain([first], file), delimiter=separator_of(first))
             header = [word.strip() for word in next(reader, [])]
             for row in reader:
                 if not row:
@@ -313,7 +324,12 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]], list[int]]:
                     )
                 rows.append(row)
                 lines.append(reader.line_num)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as wrong:
+    except UnicodeDecodeError as wrong:
+        raise UserError(
+            f"{path} cannot be read: its letters are not UTF-8 (older Excel files are in Latin-1). Save it as 'CSV UTF-8', or "
+            f"convert it: iconv -f latin1 -t utf-8 {path.name} > new.csv"
+        ) from wrong
+    except (OSError, EOFError, csv.Error) as wrong:
         raise UserError(f"{path} cannot be read as a UTF-8 CSV file: {wrong}.") from wrong
     if not header:
         raise UserError(f"{path} is empty; the first line must name the columns.")

@@ -732,6 +732,10 @@ def _explain(wrong: ValidationError, where: str) -> str:
     for error in wrong.errors():
         key = ".".join(str(part) for part in error["loc"])
         message = str(error["msg"]).removeprefix("Value error, ")
+        if (error["type"], key) == ("missing", "recipe"):
+            message = f"is missing: name one, or let `fedveil fit {where or 'FILE'} --epsilon 2` choose it"
+            lines.append(f"recipe {message}")
+            continue
         shown = "" if error["type"] == "missing" else f" = {_shown(error['input'])}"
         lines.append(f"{key}{shown}: {message}")
     prefix = f"{where}: " if where else ""

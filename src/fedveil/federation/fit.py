@@ -192,7 +192,7 @@ def _arrays(
             f"{own.name}: {len(own):,} training and {len(own.x_test):,} test rows of shape {list(own.shape)}; test rows are not "
             "protected",
         ),
-        ("sites", f"{sites} clients" + (", one for each group" if groups and not clients else ", rows dealt at random")),
+        ("sites", counted(sites, "client") + (", one for each group" if groups and not clients else ", rows dealt at random")),
         *_plan_lines(proposal, shape, values.get("features", ""), ()),
     ]
     return _made(values, settings, lines, None if built_in else own, proposal)
@@ -241,9 +241,10 @@ def _table_lines(
     if columns.text:
         lines.append(("texts", TEXTS_AS[installed("minilm")]))
     if columns.group:
-        lines.append(("sites", f"{sites} sites by '{columns.group}', one client each; their names and sizes count as public"))
+        named = f"{counted(sites, 'site')} by '{columns.group}', one client each"
+        lines.append(("sites", f"{named}; their names and sizes count as public"))
     else:
-        lines.append(("sites", f"{sites} clients, rows dealt at random (no group column was given)"))
+        lines.append(("sites", f"{counted(sites, 'client')}, rows dealt at random (no group column was given)"))
     if asked:
         lines.append((
             "scaling",
@@ -281,8 +282,8 @@ def found_lines(looked: Looked | None) -> list[str]:
     for scale in looked.known.scales:
         what = {
             "number": f"numbers, {scale.low:.4g} to {scale.high:.4g}" + (", some missing" if scale.mark else ""),
-            "words": f"{len(scale.words) or len(scale.places)} words",
-            "left out": "left out",
+            "words": counted(len(scale.words) or len(scale.places), "word"),
+            "left out": "left out; if it holds numbers or dates, `fedveil data check` may say why",
         }[scale.kind]
         out.append(f"{scale.column}: {what} ({scale.how})")
     known = looked.known

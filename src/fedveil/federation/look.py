@@ -28,6 +28,7 @@ from fedveil.data.columns import (
     Known,
     Scale,
     Sheet,
+    check_declared,
     columns_of,
     declared,
     encode,
@@ -159,6 +160,7 @@ def open_table(
     knots = columns.knots or 1
     found = config.looked
     if found is None and needs_look(sheet):
+        check_declared(sheet)
         if deployed or config.secure_sum:
             raise UserError(
                 f"{where}: a look at undeclared columns is made in one process, not among nodes: declare their ranges and "
@@ -379,8 +381,8 @@ def _task(sheet: Sheet, labels: dict[str, float], target: Scale | None) -> tuple
         return task, (), 0
     if len(labels) < 2:
         raise UserError(
-            f"{sheet.table.name}: under noise only {len(labels)} class of '{columns.target}' can be told from a rare value; at "
-            "least two are needed. Declare them (--classes A,B,…), give a larger epsilon, or check the target."
+            f"{sheet.table.name}: under noise {len(labels) or 'no'} class of '{columns.target}' can be told from a rare value; "
+            "at least two are needed. Declare them (--classes A,B,…), give a larger epsilon, or check the target."
         )
     names = sorted(labels, key=lambda w: (float(numbers(np.array([w]))[0]) if target.kind == "number" else 0.0, w))
     return task, tuple(names), names.index(max(names, key=lambda w: labels[w]))

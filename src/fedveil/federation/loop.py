@@ -480,15 +480,8 @@ def run(
     """
     folder = Path(out)
     begun = time.perf_counter()
-    try:
-        prepared = prepare(config, dataset, module, pays=True)
-    except LookedInVain as vain:
-        charge_in_vain(config, folder, vain)
-        raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
+    prepared = _ready(config, folder, dataset, module)
     task = prepared.task
-    check_noise(prepared)
-    check_delta(prepared)
-    prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
         check_folder(prepared, folder, resume)
@@ -527,6 +520,21 @@ def run(
 
         state, stop = play(prepared, folder, ledger, state, turn, on_round=on_round)
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
+
+
+def _ready(config: RunConfig, folder: Path, dataset: Dataset | Table | None, module: nn.Module | None) -> Prepared:
+    """All that can be refused is refused here, before a folder is made, unless a look that showed it must be charged."""
+    try:
+        prepared = prepare(config, dataset, module, pays=True)
+    except LookedInVain as vain:
+        charge_in_vain(config, folder, vain)
+        raise UserError(
+            f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}: keep that folder, which says what was "
+            "spent, and take another --out next time."
+        ) from None
+    check_noise(prepared)
+    check_delta(prepared)
+    return replace(prepared, data_digest=data_digest(prepared.task))
 
 
 def play(
