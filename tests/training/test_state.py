@@ -11,7 +11,6 @@ from torch import nn
 
 from fedveil.errors import UserError
 from fedveil.models.layout import flatten
-from fedveil.protect.clip import Clip
 from fedveil.training import pool
 from fedveil.training.contract import ClientWork, LocalPlan
 
@@ -58,6 +57,29 @@ def summed(module, x, y, rows, engine):
     plan = LocalPlan(1, 0.1, float(ROWS), clip="flat", bounds=(BOUND,), only_sum=True)
     work = ClientWork(0, np.array([rows], np.int32), b"\0" * 16)
     return pool.train(module, flatten(module), x, y, [work], plan, engine=engine).delta[0].astype(np.float64)
+
+
+class Peak(nn.Module):
+    """Divides by the largest value seen so far: it shows in the examples before the largest, or in all that are not it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.peak = nn.Linear(4, 2), 1.0
+
+    def forward(self, x):
+        self.peak = max(self.peak, float(x.detach().abs().max()))
+        return self.dense(x / self.peak)
+
+
+@pytest.mark.parametrize("engine", ["auto", "functional", "reference"])
+@pytest.mark.parametrize("loud", [0, 5, ROWS - 1])
+@pytest.mark.filterwarnings("ignore:Engine")
+def test_a_hidden_memory_is_found_wherever_the_example_stands_that_fills_it(loud, engine):
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(ROWS, 4)).astype(np.float32), draw.integers(0, 2, ROWS)
+    x[loud] = 1e4
+    with pytest.raises(UserError, match="after others have passed"):
+        summed(Peak(), x, y, range(ROWS), engine)
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph", "functional", "reference"])

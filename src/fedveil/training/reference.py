@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
-from fedveil.models.state import REMEMBERS, alike, unchanged
+from fedveil.models.state import REMEMBERS, alike, order, unchanged
 from fedveil.protect.bounded import factor, norm_of
 from fedveil.training import augment, dropout, losses, optimisers
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
@@ -114,10 +114,11 @@ def _gradients(
 
     gradients, sizes = [], []
     figures.drawn += len(rows)
-    made = [alone(place) for place in range(len(rows))]
-    if plan.clips and len(rows) > 1 and not alike(made[0][1], alone(0)[1]):
+    places = order(len(rows))
+    made = {place: alone(place) for place in places}
+    if plan.clips and len(rows) > 1 and not alike(made[places[0]][1], alone(places[0])[1]):
         raise UserError(f"This model or its loss: {REMEMBERS}.")
-    for loss, gradient in made:
+    for loss, gradient in (made[place] for place in range(len(rows))):
         if work.shift is not None:
             gradient = (gradient - _vector(work.shift, weights.dtype)) / _vector(work.scale, weights.dtype)
         size = [_norm(gradient[part], plan.clip_norm) for part in parts]

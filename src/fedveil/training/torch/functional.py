@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
-from fedveil.models.state import REMEMBERS, alike, unchanged
+from fedveil.models.state import REMEMBERS, alike, order, unchanged
 from fedveil.protect.bounded import ORDERS
 from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
@@ -71,7 +71,7 @@ class Net:
     ) -> tuple[Tensor, Tensor]:
         """Per-example gradients [B, P] and losses [B] of one client. With `apart` one after the other: under vmap an
         example's rounding would depend on the rest of the batch, and its effect on a sum could not be bounded; and an own loss
-        may branch on numbers. The first one passes once more after all others: it must give the same."""
+        may branch on numbers. One passes once more after all others: it must give the same."""
 
         of_one = losses_of.of_one(loss)
 
@@ -101,12 +101,13 @@ class Net:
                 return loss_here.detach()
 
             with unchanged(self.module):
-                for row in range(len(x)):
+                rows = order(len(x))
+                for row in rows:
                     losses[row] = alone(row, found[row])
                 if len(x) > 1:
                     again = torch.empty_like(found[0])
-                    alone(0, again)
-                    if not alike(found[0], again):
+                    alone(rows[0], again)
+                    if not alike(found[rows[0]], again):
                         raise UserError(f"This model or its loss: {REMEMBERS}.")
         return found.detach(), losses.detach()
 

@@ -233,7 +233,8 @@ def compile_net(module: nn.Module, x: Tensor, y: Tensor, loss: str) -> Net:
 def untraced(module: nn.Module, like: tuple[Examples, Examples], loss: str, device: str, dtype: torch.dtype) -> str | None:
     """Why the operations of this module cannot be written down for examples of the form of `like`, or None. No row is read."""
     try:
-        _compiled(module, *(_empty(examples, device) for examples in like), loss, dtype)
+        x, y = like
+        _compiled(module, _empty(x, device), _empty(y, device), loss, dtype)
     except trace.Unfit as unfit:
         return str(unfit)
     return None
@@ -242,7 +243,9 @@ def untraced(module: nn.Module, like: tuple[Examples, Examples], loss: str, devi
 def _empty(examples: Examples, device: str) -> Tensor:
     """No rows, of this form."""
     shape = (0, *examples.shape[1:])
-    return torch.as_tensor(np.zeros(shape, examples.dtype) if isinstance(examples, np.ndarray) else examples.new_zeros(shape)).to(device)
+    if isinstance(examples, torch.Tensor):
+        return examples.new_zeros(shape).to(device)
+    return torch.as_tensor(np.zeros(shape, examples.dtype), device=device)
 
 
 def _compiled(module: nn.Module, data: Tensor, targets: Tensor, loss: str, dtype: torch.dtype) -> Net:
