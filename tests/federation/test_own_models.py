@@ -90,7 +90,8 @@ def test_the_sum_of_a_model_of_ones_own_moves_by_no_more_than_one_example_may(ma
 
 
 @pytest.mark.parametrize(
-    ("make", "engine", "told"), [(Gated, "graph", False), (Branching, "functional", True), (lambda: nn.Linear(4, 2), "native", False)]
+    ("make", "engine", "told"),
+    [(Gated, "graph", False), (Branching, "functional", True), (lambda: nn.Linear(4, 2), "native", False)],
 )
 def test_the_engine_that_is_named_is_the_one_that_ran_and_own_code_that_it_calls_is_in_notes_and_ledger(
     make, engine, told, tmp_path, monkeypatch

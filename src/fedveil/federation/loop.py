@@ -286,10 +286,9 @@ def engine_of(task: Task, initial: np.ndarray, dealt: Partition, config: RunConf
     is proven about if any of them needs it."""
     now = moment_of(task, start(task, initial))
     alike = {recipe: client for client, (recipe, _) in reversed(tuple(task.own.items()))}
+    like = task.x, task.y
     found = [
-        pool.choose(
-            task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device, like=(task.x, task.y)
-        )
+        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device, like=like)
         for client in dict.fromkeys((0, *alike.values()))
     ]
     return next((one for one in found if one[0] not in bounded.COVERED), found[0])

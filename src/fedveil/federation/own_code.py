@@ -16,6 +16,13 @@ def of_module(module: nn.Module) -> list[str]:
     return sorted(f"model {name}" for name in names)
 
 
+def named(kind: str, code: object) -> list[str]:
+    """A function or class, if it is neither torch's nor ours."""
+    if f"{getattr(code, '__module__', '')}.".startswith(("builtins.", *OURS)):
+        return []
+    return [f"{kind} {getattr(code, '__qualname__', type(code).__qualname__)}"]
+
+
 def caveat(called: Sequence[str]) -> tuple[str, ...]:
     """The note about it, if any of it is called."""
     if not called:
