@@ -504,6 +504,7 @@ def run(
             except Exception:  # that and how it failed may follow from the rows: charged before anybody hears of it
                 if ledger.find(mark + "failed") is None:
                     ledger.spend(replace(entry, note="failed"), fingerprint=mark + "failed")
+                    charge_rest(prepared, ledger, replace(state, round=state.round + 1), "an earlier round failed")
                 raise
             made = private.pop("made")
             charge(ledger, entry, mark, made)
@@ -576,7 +577,7 @@ def _evaluated(config: RunConfig, state: State) -> bool:
     return state.round % config.evaluate_every == 0 or state.round == config.rounds
 
 
-def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
+def charge_rest(prepared: Prepared, ledger: Ledger, state: State, why: str = "the stop depended on the model") -> None:
     """Charge the rounds that a stop leaves out where the stop depends on the data and no plan was committed for it: the
     promise is then about all planned rounds, as if they had been played."""
     if ledger.header.stopping == "data":
@@ -588,7 +589,7 @@ def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
         if ended:
             return
         entry = release_of(prepared, now, clients)
-        ledger.spend(replace(entry, note="not played: the stop depended on the model"), fingerprint=f"left out {index}")
+        ledger.spend(replace(entry, note=f"not played: {why}"), fingerprint=f"left out {index}")
 
 
 def charge(ledger: Ledger, entry: Release, mark: str, made: str) -> None:
