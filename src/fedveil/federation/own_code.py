@@ -29,5 +29,5 @@ def caveat(called: Sequence[str]) -> tuple[str, ...]:
         return ()
     return (
         f"promises assume that your own code ({', '.join(called)}) treats each example alone and remembers none; "
-        "it was tried on made-up examples, which is no proof",
+        "it was tried on made-up examples as far as it takes them, which is no proof",
     )

@@ -20,7 +20,7 @@ One = TypeVar("One")
 COMPANY = (1e-6, -1.0, 1e4, -1e4)  # made-up examples of these sizes pass between two looks at the others
 REMEMBERS = (
     "the same example gives something else after others have passed: your code remembers examples or draws random numbers of "
-    "its own, so that a clip per example bounds nothing; keep nothing between examples, and draw with torch's global generator"
+    "its own, so that a clip per example bounds nothing; keep nothing between examples, and leave chance to nn.Dropout"
 )
 
 
