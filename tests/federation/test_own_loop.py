@@ -393,6 +393,31 @@ def test_a_long_row_moves_the_sum_by_no_more_than_its_own_part_however_rows_are_
     assert 0 < np.linalg.norm(sums[0] - sums[1]) <= 2 * 0.5 * (1 + 1e-5)
 
 
+def test_a_collate_function_that_writes_to_its_rows_does_not_carry_one_to_another_in_the_next_step(tmp_path):
+    def in_place(items):
+        longest = max(len(words) for words, _ in items)
+        for words, _ in items:
+            words.extend([0] * (longest - len(words)))
+        return torch.tensor([words for words, _ in items]).float(), torch.tensor([label for _, label in items])
+
+    sums = []
+    for longest in (5, 200):
+        torch.manual_seed(0)
+        net = Words()
+        rows = [(words.tolist(), label) for words, label in texts(longest)]
+        loader = DataLoader(rows, batch_size=ROWS, collate_fn=in_place)
+        private = fv.make_private(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), loader, loss=own_loss, sigma=2.0, clip_bound=0.5, steps=5,
+            out=tmp_path / str(longest), sampling="full", seed=0,
+        )  # fmt: skip
+        for _ in range(2):
+            (batch,) = private.loader
+            private.backward(*batch)
+            private._used()  # as after a step that moved nothing
+        sums.append(gradient(private) * ROWS)
+    assert 0 < np.linalg.norm(sums[0] - sums[1]) <= 2 * 0.5 * (1 + 1e-5)
+
+
 class Kinds(torch.utils.data.Dataset):
     """The first row's kind of number decides what torch makes of a column of numbers."""
 

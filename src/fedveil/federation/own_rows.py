@@ -108,7 +108,10 @@ def drawn(dataset: object, collate: Collate, rows: np.ndarray) -> Drawn:
     if collate is default_collate and _of_tensors(dataset):
         batch = collate(items)
         return Drawn(batch, Rows(len(items), batch))
-    alone = tuple(collate([copy.copy(item)]) for item in items)  # before all together, which may write to what it is given
+    alone = tuple(collate([copy.copy(item)]) for item in items)
+    if collate is not default_collate:
+        with suppress(Exception):  # it may write to what it is given, and a dataset may give the same object again
+            items = copy.deepcopy(items)
     return Drawn(collate(items), Rows(len(items), None, alone))
 
 
