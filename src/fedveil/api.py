@@ -437,7 +437,8 @@ def make_private(
 
     recipe: one that noises sums of per-example gradients, changed by keywords (sigma=1.0, clip_bound=1.0). epsilon with epochs
     or steps: the noise is calibrated for them and the loop stops before the budget is exceeded. loss: "cross-entropy",
-    "squared", a torch loss, or a function of (module, batch of one example); the first two use the fast engines.
+    "squared", a torch loss, or a function of (module, batch of one example); the first two use the fast engines where torch's own
+    collate function stacks the rows. Each row is collated alone for its gradient, whatever the loader's function does with many.
     out: folder of the ledger, resume=True continues it. seed: repeatable noise for tests; the promise then needs it secret.
 
     Formal guarantee: see `Private.backward`. It covers what the optimiser does with `.grad`, the weights that follow, and

@@ -25,7 +25,7 @@ from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
-from fedveil.federation import one_shot, store, sums
+from fedveil.federation import one_shot, own_code, store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
@@ -196,17 +196,10 @@ def check_noise(prepared: Prepared) -> None:
 
 def _own_code(module: nn.Module, loss: str, engine: str) -> tuple[str, ...]:
     """What of the user's code runs during training, where no clip can see into it: the promises rest on its word."""
-    ours = ("torch.", "fedveil.")
     called = [f"loss {loss}"] if loss_names.own(loss) else []
-    if engine in ("functional", "reference"):
-        names = {type(part).__qualname__ for part in module.modules() if not type(part).__module__.startswith(ours)}
-        called += sorted(f"model {name}" for name in names)
-    if not called:
-        return ()
-    return (
-        f"promises assume that your own code ({', '.join(called)}) treats each example alone and remembers none; "
-        "it was tried on made-up examples, which is no proof",
-    )
+    if engine in own_code.CALLING:
+        called += own_code.of_module(module)
+    return own_code.caveat(called)
 
 
 def _model(config: RunConfig, dataset: Dataset, module: nn.Module | None) -> nn.Module:
@@ -293,8 +286,9 @@ def engine_of(task: Task, initial: np.ndarray, dealt: Partition, config: RunConf
     is proven about if any of them needs it."""
     now = moment_of(task, start(task, initial))
     alike = {recipe: client for client, (recipe, _) in reversed(tuple(task.own.items()))}
+    like = task.x, task.y
     found = [
-        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device)
+        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device, like=like)
         for client in dict.fromkeys((0, *alike.values()))
     ]
     return next((one for one in found if one[0] not in bounded.COVERED), found[0])
@@ -510,6 +504,7 @@ def run(
             except Exception:  # that and how it failed may follow from the rows: charged before anybody hears of it
                 if ledger.find(mark + "failed") is None:
                     ledger.spend(replace(entry, note="failed"), fingerprint=mark + "failed")
+                    charge_rest(prepared, ledger, replace(state, round=state.round + 1), "an earlier round failed")
                 raise
             made = private.pop("made")
             charge(ledger, entry, mark, made)
@@ -564,7 +559,7 @@ def _evaluated(config: RunConfig, state: State) -> bool:
     return state.round % config.evaluate_every == 0 or state.round == config.rounds
 
 
-def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
+def charge_rest(prepared: Prepared, ledger: Ledger, state: State, why: str = "the stop depended on the model") -> None:
     """Charge the rounds that a stop leaves out where the stop depends on the data and no plan was committed for it: the
     promise is then about all planned rounds, as if they had been played."""
     if ledger.header.stopping == "data":
@@ -576,7 +571,7 @@ def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
         if ended:
             return
         entry = release_of(prepared, now, clients)
-        ledger.spend(replace(entry, note="not played: the stop depended on the model"), fingerprint=f"left out {index}")
+        ledger.spend(replace(entry, note=f"not played: {why}"), fingerprint=f"left out {index}")
 
 
 def charge(ledger: Ledger, entry: Release, mark: str, made: str) -> None:
@@ -741,6 +736,7 @@ def header_of(prepared: Prepared) -> Header:
         config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
         public=named_in(prepared.notes),
+        assumes=_own_code(task.module, task.loss, prepared.engine),
     )
 
 

@@ -45,6 +45,8 @@ def shareable(run: store.Run) -> dict[str, bytes]:
     table: Document = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
     if book.header.public:
         table["public"] = list(book.header.public)
+    if book.header.assumes:
+        table["assumes"] = list(book.header.assumes)
     return {
         "shareable-run.json": _json(facts),
         "shareable-metrics.jsonl": b"".join(_json(line, None) for line in lines),
