@@ -122,7 +122,8 @@ def _near(text: str) -> int:
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         with contextlib.suppress(ValueError, IndexError):
-            pairs.append((float(fields[3]), float(fields[4])))
+            if fields[5] not in ("-", "not judged"):  # nor a time, nor a number without a print
+                pairs.append((float(fields[3]), float(fields[4].split(" ")[0])))
     if "ccuracy" not in text.split("\n", 1)[0] or any(paper > 1 for paper, _ in pairs):
         return 0
     return sum(abs(paper - ours) <= 0.0105 for paper, ours in pairs)

@@ -35,6 +35,13 @@ def test_the_table_of_claims_is_one_table():
     assert claims[0].count("\n") > 20 and "\n| P" not in claims[1].split("## ", 1)[0]
 
 
+def test_what_is_within_a_hundredth_is_counted_among_what_is_compared_alone():
+    """Means of several seeds count; times of other hardware, and what is not judged, do not."""
+    rows = ("| none | x | 0.954 | 0.980 | +0.026 |", "| one | x | 0.960 | 0.962 ± 0.001 | +0.002 |", "| two | x | 0.960 | 0.960 | match |",
+            "| s | x | 0.007 | 0.002 | - | ", "| three | x | 0.960 | 0.961 | not judged |")  # fmt: skip
+    assert pages._near("\n".join(("# P9 Table 1: Accuracy", *rows))) == 2
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_says_command_scale_seeds_and_settings_and_its_pictures_exist(page):
     text = page.read_text("utf-8")

@@ -440,6 +440,33 @@ def test_a_shrunk_run_brings_its_control_and_shows_nothing_if_that_does_not_lear
     assert unknown.ours is None and "not finished" in unknown.why[0]
 
 
+def test_at_full_scale_too_nothing_is_judged_by_runs_whose_run_without_noise_does_not_learn():
+    """The number stays, without a difference; the run without noise itself is compared with its print, which it misses."""
+    plain = Train("non-private", "cancer", TINY)
+    noised = Train("fed-cdp", "cancer", changes(dict(TINY), **{"clip.bound": 1.0}))
+    shorter = Train("fed-cdp", "cancer", changes(dict(TINY), rounds=3, **{"clip.bound": 1.0}))
+    attacked = Inference("outputs", plain)
+    cells = (Cell("none", "x", 0.993, plain, "accuracy"), Cell("noised", "x", 0.9, noised, "accuracy"),
+             Cell("shorter", "x", 0.9, shorter, "accuracy"), Cell("attacked", "x", 0.6, attacked, "mse"),
+             Cell("control", "x", None, attacked, "mse"))  # fmt: skip
+    chosen = runner.plan(Entry("p1-table1", "Test", cells), "paper")
+
+    def rows(reached):
+        done = {key_of(cell.job, 0): {"result": {"accuracy": 0.6, "mse": 0.6}} for cell in cells}
+        return runner.rows(chosen, done | {key_of(plain, 0): {"result": {"accuracy": reached}}})
+
+    lost = rows(0.7)
+    assert [row.judged for row in lost] == [True, False, False, False, True] and all(row.ours for row in lost)
+    assert lost[0].difference == pytest.approx(-0.293)
+    for row in lost[1:4]:
+        assert (row.difference, row.matches, row.ours) == (None, None, 0.6)
+        assert row.why[0] == "not judged: the run without noise reaches 0.700, the paper's 0.993"
+    page = render.markdown(chosen, lost, "fedveil", {})
+    assert "| noised | x | 0.900 | 0.600 | not judged | [1] |" in page and "0 of 1 compared numbers come out" in page
+    assert "; 3 are not judged, for the run without noise does not come near the paper's." in page
+    assert all(row.judged for row in rows(0.95))
+
+
 def test_the_page_of_what_is_finished_shows_just_that_and_runs_nothing(tmp_path, counted):
     runner.run(runner.plan(only(entry(), ("epsilon",)), "paper"), tmp_path)
     before = len(counted)

@@ -32,11 +32,8 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
             cell.digits, 4 if row.difference is not None and abs(row.difference) < 1e-3 and cell.digits else 0
         )
         spread = f" ± {shown(row.deviation, d)}" if row.deviation is not None else ""
-        mark = (
-            "match"
-            if row.matches
-            else ("-" if row.difference is None else f"{row.difference:+.{cell.digits}f}")
-        )
+        none = "-" if row.judged or row.paper is None else "not judged"
+        mark = "match" if row.matches else (none if row.difference is None else f"{row.difference:+.{cell.digits}f}")
         found.append([shown(row.paper, cell.digits), shown(row.ours, cell.digits) + spread, mark])
     return found
 
@@ -161,6 +158,8 @@ def summary(rows: Sequence[Row]) -> str:
     text = f"{matching} of {len(compared)} compared numbers come out (to one unit of the last printed digit)"
     text += "; times of other hardware are not compared" if any(row.timed for row in rows) else ""
     text += f", {fitted} of them only with one step more or less than stated" if fitted else ""
+    unjudged = sum(not row.judged and row.paper is not None for row in rows)
+    text += f"; {unjudged} are not judged, for the run without noise does not come near the paper's" if unjudged else ""
     return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
 
 

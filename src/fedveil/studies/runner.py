@@ -284,16 +284,51 @@ def rows(chosen: Plan, done: Mapping[str, JsonObject]) -> list[Row]:
 
 
 def _with_control(row: Row, planned: Planned, chosen: Plan, done: Mapping[str, Document]) -> Row:
-    """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing."""
+    """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing. A run
+    that was not shrunk keeps its number then, and is not judged."""
     check, goal = chosen.controls.get(planned.job), _goal(planned.printed, chosen.entry)
-    if check is None or goal is None or row.ours is None:
+    if goal is None or row.ours is None:
         return row
+    if check is None:
+        return _judged(row, planned.job, goal, chosen.entry, done)
     reached = done.get(key_of(check, 0), {}).get("result", {}).get("accuracy")
     if reached is not None and reached >= settings.needed(goal, check.dataset):
         return row
     said = "is not finished" if reached is None else f"reaches {reached:.3f}, the paper's {goal:.3f}"
     why = (f"shrunk too far to say anything: the same run without noise {said}",)
     return replace(row, ours=None, difference=None, matches=None, deviation=None, why=why)
+
+
+def _judged(row: Row, job: Job, goal: float, entry: Entry, done: Mapping[str, Document]) -> Row:
+    """The row without a difference where the same run without noise is there and did not come near the paper's. That run's own
+    row stays compared with the print, which it misses; so do controls that have none."""
+    inner = _trained(job)
+    if inner is None or (inner.recipe == "non-private" and (inner is job or row.paper is None)):
+        return row
+    reached = _without_noise(inner, entry, done)
+    if reached is None or reached >= settings.needed(goal, inner.dataset):
+        return row
+    why = (f"not judged: the run without noise reaches {reached:.3f}, the paper's {goal:.3f}", *row.why)
+    return replace(row, difference=None, matches=None, judged=False, why=why)
+
+
+_OF_LENGTH = ("rounds", "learning_rate", "local_optimiser", "evaluate_every")
+
+
+def _without_noise(job: Train, entry: Entry, done: Mapping[str, Document]) -> float | None:
+    """What the same run without noise reached, or that of the same table which differs from it in length and rate alone."""
+    plain = settings.control(job)
+
+    def same(other: Job) -> bool:
+        if not isinstance(other, Train) or (other.recipe, other.dataset) != ("non-private", job.dataset):
+            return False
+        return not any(name not in _OF_LENGTH for name, _ in set(other.settings) ^ set(plain.settings))
+
+    for one in (plain, *filter(same, entry.jobs())):
+        reached: float | None = done.get(key_of(one, 0), {}).get("result", {}).get("accuracy")
+        if reached is not None:
+            return reached
+    return None
 
 
 def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document]) -> Row:
