@@ -130,7 +130,8 @@ def verdict_lines(entry: Entry, rows: Sequence[Row]) -> list[str]:
     if not entry.is_figure or entry.id not in CHECKS:
         return []
     found = judge(CHECKS[entry.id], rows)
-    lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**.", ""]
+    parts = f" ({'; '.join(f'{name}: {word}' for name, word in found.parts)})" if found.parts else ""
+    lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**{parts}.", ""]
     return [*lines, *(f"- {text}" for text in found.reasons), ""]
 
 
