@@ -336,7 +336,7 @@ def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document])
     lines = [done[key] for key in keys if key in done and not planned.skipped]
     values: list[float] = []
     fitted = False
-    why = explain(cell.why)
+    why = explain(cell.why, planned.job)
     for line in lines:
         if "failed" in line:
             why = (f"not run: {line['failed']}",)
