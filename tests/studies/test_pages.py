@@ -77,4 +77,6 @@ def test_kept_results_of_a_kind_have_the_same_figures():
     found = {}
     for line in map(json.loads, (FOLDER / "cells.jsonl").read_text("utf-8").splitlines()):
         figures = set(line["result"]) - {"largest_single"}  # only with a fixed deviation of the noise
-        assert figures == found.setdefault(line["settings"]["kind"], figures), line["key"]
+        kind = line["settings"]["kind"]
+        figures -= {"time": {"load", "cores"}, "attack": {"noise_law"}}.get(kind, set())  # older ones do not say so
+        assert figures == found.setdefault(kind, figures), line["key"]

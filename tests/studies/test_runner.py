@@ -194,6 +194,47 @@ def test_a_timing_is_taken_in_turns_with_the_same_steps_without_protection(monke
     found = jobs.execute(Time("fed-cdp", "cancer", TINY, iterations=4), 0, None)
     assert found["seconds"] == pytest.approx(3) and found["over_plain"] == pytest.approx(3)
     assert turns == [True, False] * 12
+    assert len(found["load"]) == 2 and found["cores"] >= 1
+
+
+def test_a_page_of_times_says_what_is_known_of_the_machines_load():
+    times = [Time(recipe, "cancer", TINY) for recipe in ("fed-cdp", "fed-sdp")]
+    cells = tuple(Cell(job.recipe, "x", 0.1, job, "seconds") for job in times)
+    chosen = runner.plan(Entry("p9-table1", "Test", cells), "paper")
+
+    def said(*loads):
+        done = {key_of(job, 0): {"result": {"seconds": 0.1, **({"load": load, "cores": 2} if load else {})}}
+                for job, load in zip(times, loads, strict=True)}  # fmt: skip
+        (line,) = [one for one in render.markdown(chosen, runner.rows(chosen, done), "fedveil", {}, done).splitlines()
+                   if one.startswith("Load of the machine")]  # fmt: skip
+        return line.partition("taken: ")[2]
+
+    assert said(None, None) == "not recorded for 2 of 2 timings."
+    assert said([0.5, 1.2], [1.0, 3.0]) == "0.5 to 3 processes on 2 cores, the timed one among them."
+    assert said([0.5, 1.2], None).endswith("; not recorded for 1 of 2 timings.")
+
+
+def test_an_attack_names_the_noise_of_what_it_attacks_also_where_it_was_kept_without(tmp_path):
+    example = {"noise_on": "example", "sampling": "fixed"}
+    attacks = [Attack("non-private", "digits"), Attack("fed-cdp", "digits", settings=changes(example)), Attack("fed-sdp", "digits")]
+    chosen = runner.plan(Entry("p9-fig1", "Test", tuple(Cell(str(n), "x", None, a, "ssim") for n, a in enumerate(attacks))), "paper")
+    old = {key_of(job, 0): {"result": {"ssim": 0.1}} for job in attacks}
+    assert [row.law for row in runner.rows(chosen, old)] == ["none", *["exact (by the settings; not recorded)"] * 2]
+    page = render.markdown(chosen, runner.rows(chosen, old), "fedveil", {})
+    assert "\nNoise: exact (by the settings; not recorded) and none.\n" in page
+    new = {key: {"result": {"ssim": 0.1, "noise_law": "float"}} for key in old}
+    assert [row.law for row in runner.rows(chosen, new)] == ["float"] * 3
+    leak = {"victims": 2, "batch": 1, "iterations": 3, "model": "cpl-lenet"}
+    assert jobs.execute(Attack("fed-cdp", "digits", **leak), 0, tmp_path)["noise_law"] == "exact"
+
+
+def test_seeds_that_drew_different_noise_are_told_apart():
+    run = Train("dp-baseline", "cancer", TINY)
+    chosen = runner.plan(Entry("p9-table1", "Test", (Cell("a", "x", 0.9, run, "accuracy"),)), "paper", seeds=3)
+    done = {key_of(run, seed): {"settings": {"seed": seed}, "result": {"accuracy": 0.9, "noise_law": law, "rounds": 4}}
+            for seed, law in enumerate(("float", "exact", "exact"))}  # fmt: skip
+    page = render.markdown(chosen, runner.rows(chosen, done), "fedveil", {})
+    assert "\nNoise: a: float (seed 0), exact (seeds 1, 2).\n" in page
 
 
 def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_counted_with():

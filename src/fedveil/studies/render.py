@@ -9,7 +9,7 @@ import numpy as np
 
 from fedveil.jsons import Document, JsonObject
 from fedveil.studies import runner
-from fedveil.studies.cells import Attack, Entry, Row, key_of
+from fedveil.studies.cells import Attack, Entry, Row, Time, key_of
 from fedveil.studies.runner import Plan
 from fedveil.studies.verdicts import CHECKS, judge
 
@@ -82,8 +82,8 @@ def markdown(
         numbers = cells if printed else cells[1:2]
         lines.append(f"| {row.row} | {row.column} | {' | '.join(numbers)} | {mark(*row.why)} | {mark(row.shrunk)} |")
     lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
-    laws = sorted({row.law for row in rows if row.law})
-    lines += [f"Noise: {' and '.join(laws)}.", ""] if laws else []
+    lines += _noise(rows)
+    lines += _load(chosen, done)
     lines += verdict_lines(entry, rows)
     unique = list(dict.fromkeys(json.dumps(dict(row.settings), sort_keys=True) for row in rows))
     lines += [
@@ -97,6 +97,29 @@ def markdown(
         "",
     ]
     return "\n".join(lines)
+
+
+def _noise(rows: Sequence[Row]) -> list[str]:
+    """Which noise the page's runs drew; rows whose seeds drew different ones are named."""
+    laws = sorted({row.law for row in rows if row.law and "(seed" not in row.law})
+    mixed = dict.fromkeys(f"{row.row}: {row.law}" for row in rows if "(seed" in row.law)
+    said = [*([" and ".join(laws)] if laws else []), *mixed]
+    return [f"Noise: {'; '.join(said)}.", ""] if said else []
+
+
+def _load(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:
+    """What is known of the machine's load while a page's times were taken."""
+    keys = [key_of(job, seed) for job, seed in chosen.runs if isinstance(job, Time)]
+    kept = [done[key]["result"] for key in keys if "result" in done.get(key, {})]
+    loads = [load for one in kept for load in one.get("load", ()) if load is not None]
+    without = sum(not one.get("load") for one in kept)
+    said = []
+    if loads:
+        cores = "/".join(str(n) for n in sorted({one["cores"] for one in kept if one.get("load")}))
+        said.append(f"{min(loads):g} to {max(loads):g} processes on {cores} cores, the timed one among them")
+    if without:
+        said.append(f"not recorded for {without} of {len(kept)} timings")
+    return [f"Load of the machine while times were taken: {'; '.join(said)}.", ""] if said else []
 
 
 def _run_time(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:

@@ -393,9 +393,20 @@ def _ended_early(job: Job, seeds: int, done: Mapping[str, Document]) -> tuple[st
 
 
 def _law(job: Job, lines: Sequence[Document], done: Mapping[str, Document]) -> str:
-    """Which noise a cell's run drew; of an attack on a run, the attacked one's."""
+    """Which noise a cell's runs drew, by seed where they differ; of an attack, that of the attacked run or recipe. Attacks that
+    were kept without it have what their settings say."""
     inner = _trained(job)
-    if isinstance(job, Inference) and inner is not None and any("result" in line for line in lines):
+    played = [line for line in lines if "result" in line]
+    if isinstance(job, Inference) and inner is not None and played:
         kept = done.get(key_of(inner, 0), {}).get("result", {}).get("noise_law")
         return kept or jobs.law_in(inner)
-    return next((law for line in lines if (law := line.get("result", {}).get("noise_law"))), "")
+    seeds: dict[str, list[int]] = {}
+    for line in played:
+        law = line["result"].get("noise_law") or ""
+        if not law and isinstance(job, Attack):
+            law = jobs.law_in(job)
+            law += " (by the settings; not recorded)" if law != "none" else ""
+        seeds.setdefault(law, []).append(line.get("settings", {}).get("seed", 0))
+    if len(seeds) < 2:
+        return next(iter(seeds), "")
+    return ", ".join(f"{law} (seed{'s' * (len(of) > 1)} {', '.join(map(str, of))})" for law, of in seeds.items())
