@@ -101,12 +101,15 @@ def _entry(page: Path) -> str:
 
 
 def _agreement(text: str) -> str:
-    verdict = re.search(r"^Here: \*\*(.*?)\*\*", text, re.M)
-    if verdict:
-        return f"statement: **{verdict[1]}**"
-    values = re.search(r"statement is (?:compared|judged at the end)\. (\d+ of \d+ values)", text)
-    if values:
-        return f"statement only, {values[1]}"
+    """What came out, in the words of a page: its numbers, and its statement."""
+    verdict = re.search(r"^Here: (\*\*.*?\*\*(?: \(.*?\))?)", text, re.M)
+    stated = f"statement: {verdict[1]}" if verdict else ""
+    if text.split("\n", 1)[0].split(":")[0].split(" ")[2] == "Figure":
+        return stated
+    return "; ".join(filter(None, (_numbers(text), stated)))
+
+
+def _numbers(text: str) -> str:
     times = re.search(r"^Times of other hardware are not compared(?:, ratios are: (\d+ of \d+))?", text, re.M)
     if times:
         return f"times are not compared; {times[1]} ratios agree" if times[1] else "times are not compared"

@@ -37,8 +37,9 @@ def test_the_table_of_claims_is_one_table():
 
 def test_what_is_within_a_hundredth_is_counted_among_what_is_compared_alone():
     """Means of several seeds count; times of other hardware, and what is not judged, do not."""
-    rows = ("| none | x | 0.954 | 0.980 | +0.026 |", "| one | x | 0.960 | 0.962 ± 0.001 | +0.002 |", "| two | x | 0.960 | 0.960 | match |",
-            "| s | x | 0.007 | 0.002 | - | ", "| three | x | 0.960 | 0.961 | not judged |")  # fmt: skip
+    rows = ("| none | x | 0.954 | 0.980 | +0.026 |", "| one | x | 0.960 | 0.962 ± 0.001 | +0.002 |",
+            "| two | x | 0.960 | 0.960 | match |", "| s | x | 0.007 | 0.002 | - | ",
+            "| three | x | 0.960 | 0.961 | not judged |")  # fmt: skip
     assert pages._near("\n".join(("# P9 Table 1: Accuracy", *rows))) == 2
 
 

@@ -216,8 +216,10 @@ def test_a_page_of_times_says_what_is_known_of_the_machines_load():
 
 def test_an_attack_names_the_noise_of_what_it_attacks_also_where_it_was_kept_without(tmp_path):
     example = {"noise_on": "example", "sampling": "fixed"}
-    attacks = [Attack("non-private", "digits"), Attack("fed-cdp", "digits", settings=changes(example)), Attack("fed-sdp", "digits")]
-    chosen = runner.plan(Entry("p9-fig1", "Test", tuple(Cell(str(n), "x", None, a, "ssim") for n, a in enumerate(attacks))), "paper")
+    attacks = [Attack("non-private", "digits"), Attack("fed-cdp", "digits", settings=changes(example))]
+    attacks.append(Attack("fed-sdp", "digits"))
+    cells = tuple(Cell(str(n), "x", None, one, "ssim") for n, one in enumerate(attacks))
+    chosen = runner.plan(Entry("p9-fig1", "Test", cells), "paper")
     old = {key_of(job, 0): {"result": {"ssim": 0.1}} for job in attacks}
     assert [row.law for row in runner.rows(chosen, old)] == ["none", *["exact (by the settings; not recorded)"] * 2]
     page = render.markdown(chosen, runner.rows(chosen, old), "fedveil", {})

@@ -308,8 +308,8 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
         return _at_round(result, kind, int(rest), job, printed)
     kind, _, rest = name.partition(":")
     if kind == "last_ten":  # of the tests, one of which may be far off
-        last = [v for _, v in result["accuracies"] if v is not None][-10:]
-        return float({"mean": np.mean, "lowest": np.min, "highest": np.max}[rest](last))
+        last: list[float] = [v for _, v in result["accuracies"] if v is not None][-10:]
+        return {"mean": sum(last) / len(last), "lowest": min(last), "highest": max(last)}[rest]
     if kind in ("rounds_to", "iterations_to"):
         first = _first_round(result, float(rest))
         return None if first is None else first * (result["local_steps"] if kind == "iterations_to" else 1)

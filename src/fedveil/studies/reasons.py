@@ -64,12 +64,12 @@ REASONS: dict[str, str] = {
     "gradient\"). The line below that comment and the text have it of single examples; one of 600 nearly always exceeds C, so "
     "that S = C there",
     "our-split": "own split, initialisation and stopping; the paper gives neither seed nor spread",
-    "cifar-control": "not reached without noise either: 0.17 below in the federated setting, 0.04 in the central one (0.02 on average "
-    "over the last ten rounds); why is not known",
+    "cifar-control": "not reached without noise either: 0.17 below in the federated setting, 0.04 in the central one (0.02 on "
+    "average over the last ten rounds); why is not known",
     "cifar-subset": "40,000 training images, as P1, P3 and P5 have it, where P2 Table II prints 50,000: q = 0.0125 and not 0.01",
-    "cifar-central": "without noise it is below the print, too. Of what is missing beyond, the bound takes nearly all: over the last "
-    "ten rounds the run without noise has 0.664 on average (0.648 to 0.675), clipped with hardly any noise 0.474 (0.435 to 0.486), "
-    "DP-baseline 0.470 (0.464 to 0.477). Why the print does not lose by the bound is not known",
+    "cifar-central": "without noise it is below the print, too. Of what is missing beyond, the bound takes nearly all: over the "
+    "last ten rounds the run without noise has 0.664 on average (0.648 to 0.675), clipped with hardly any noise 0.474 "
+    "(0.435 to 0.486), DP-baseline 0.470 (0.464 to 0.477). Why the print does not lose by the bound is not known",
     "last-ten": "of the last ten tests, one a round: a single one moves by 0.05",
     "hardly-any": "the same run with sigma = 0.01: what the rule does to gradients by itself",
     "quantile-vanishes": "the rule and not the noise (row with hardly any noise): the median gradient of a network that fits "
@@ -123,8 +123,8 @@ REASONS: dict[str, str] = {
     "adaclip-scale": "AdaClip's scale follows the noised gradients once a round, and stays near the 4 that it starts at: its "
     "mean over the coordinates is 3.7 after Cancer's 3 rounds and about 5 after Adult's 10, far below its ceiling (a variance "
     "of 10 in every coordinate). So the noise is about that of a constant bound",
-    "adaclip-central": "what the rule does by itself was played on MNIST alone, where it costs all that is missing; here it was not "
-    "taken apart",
+    "adaclip-central": "what the rule does by itself was played on MNIST alone, where it costs all that is missing; here it was "
+    "not taken apart",
     "print-no-image": "the mean image of the data, which anybody has without an attack, is nearer to the images than the "
     "printed 0.2214: at that distance nothing is rebuilt, in print as little as here",
     "noise-on-update": "noise of this variance on the update, which is one step at rate 0.05: on the gradient it has 400 times "

@@ -11,7 +11,8 @@ from fedveil.jsons import Document, JsonObject
 from fedveil.studies import runner
 from fedveil.studies.cells import Attack, Entry, Row, Time, key_of
 from fedveil.studies.runner import Plan
-from fedveil.studies.verdicts import CHECKS, judge
+from fedveil.studies.tables import STATEMENTS, numbers
+from fedveil.studies.verdicts import CHECKS, Verdict, judge
 
 
 def shown(value: float | str | None, digits: int) -> str:
@@ -107,7 +108,7 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     return [f"Noise: {'; '.join(said)}.", ""] if said else []
 
 
-def _load(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:
+def _load(chosen: Plan, done: Mapping[str, Document]) -> list[str]:
     """What is known of the machine's load while a page's times were taken."""
     keys = [key_of(job, seed) for job, seed in chosen.runs if isinstance(job, Time)]
     kept = [done[key]["result"] for key in keys if "result" in done.get(key, {})]
@@ -148,14 +149,34 @@ def _seeds(chosen: Plan, rows: Sequence[Row]) -> str:
     return f"{said} (± is their standard deviation{'; cells without it have seed 0 alone' if fewer else ''})"
 
 
+MOST_OPEN = 4  # comparisons of a table that are listed although they decide nothing
+
+
 def verdict_lines(entry: Entry, rows: Sequence[Row]) -> list[str]:
-    """The end of a figure's page: what the paper states, and whether it comes out."""
-    if not entry.is_figure or entry.id not in CHECKS:
-        return []
-    found = judge(CHECKS[entry.id], rows)
-    parts = f" ({'; '.join(f'{name}: {word}' for name, word in found.parts)})" if found.parts else ""
-    lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**{parts}.", ""]
-    return [*lines, *(f"- {text}" for text in found.reasons), ""]
+    """The end of a page: what the paper states, and whether it comes out; of a table also how many numbers do."""
+    if entry.is_figure:
+        if entry.id not in CHECKS:
+            return []
+        found = judge(CHECKS[entry.id], rows)
+        lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**{_parts(found)}.", ""]
+        return [*lines, *(f"- {text}" for text in found.reasons), ""]
+    lines, stated = [], STATEMENTS.get(entry.id)
+    if stated is not None:
+        found = judge(stated.checks, rows)
+        out = f": {stated.why}" if stated.why else ""
+        lines = [f"The paper: {stated.says}", "", f"Here: **{found.word}**{_parts(found)}{out}.", ""]
+        came = len(stated.checks) - len(found.failed) - len(found.open)
+        lines += [f"- {came} of {len(stated.checks)} comparisons come out"] if stated.checks else []
+        lines += [f"- {text}" for text in found.failed]
+        lines += [f"- open: {text}" for text in found.open[:MOST_OPEN]]
+        lines += [f"- open: {len(found.open) - MOST_OPEN} more"] if len(found.open) > MOST_OPEN else []
+        lines += [""] if stated.checks else []
+    lines += [line for text in numbers(rows) for line in (text, "")]
+    return ["## Verdict", "", *lines] if lines else []
+
+
+def _parts(found: Verdict) -> str:
+    return f" ({'; '.join(f'{name}: {word}' for name, word in found.parts)})" if found.parts else ""
 
 
 def name_of(entry: Entry) -> str:

@@ -26,7 +26,8 @@ class Check:
     reading: the one of the paper's readings that it is about; "" for all.
     part: what of the statement it is about, judged for itself beside the whole. core: without it nothing of the statement holds.
     given: what must come out for this to be judged at all. seeds: "<" and ">" count only beyond twice the standard error of
-    the difference, else nothing is judged; "~" fails only if that much more than the margin is between them.
+    the difference, else nothing is judged; "~" fails only if that much more than the margin is between them. luck: what one seed
+    may be off by and decide nothing.
     """
 
     says: str
@@ -42,6 +43,7 @@ class Check:
     right_minus: str = ""
     part: str = ""
     core: bool = False
+    luck: float = 0.0
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -51,27 +53,56 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Each:
+    """One recipe against another, or a number, in every row and column where both stand: rows whose names are alike but for these
+    words. within: a place that the left one must be in. luck: what one seed may differ by and decide nothing; rows of several
+    seeds are held to twice the standard error of the difference. A target that was never reached is reached later
+    than any other, iterations to it no sooner than the run ended.
+    """
+
+    says: str
+    left: str
+    relation: Literal["<", ">", "~"]
+    right: str | float
+    margin: float = 0.0
+    within: str = ""
+    luck: float = 0.01
+    reading: str = ""
+    part: str = ""
+    core: bool = False
+    given: Check | None = None
+
+
+@dataclass(frozen=True)
 class Verdict:
     word: Word
     reasons: tuple[str, ...] = ()
     parts: tuple[tuple[str, Word], ...] = ()
+    failed: tuple[str, ...] = ()
+    """Those of the reasons that do not come out."""
+    open: tuple[str, ...] = ()
+    """Those that are not judged, or not all of them."""
 
 
-Came = bool | None
+Came = bool | Literal["partly"] | None
+"""Whether a comparison comes out; "partly": of several, some do and the others are open."""
+Part = Check | Each
 
 
-def judge(checks: Sequence[Check], rows: Sequence[Row]) -> Verdict:
+def judge(checks: Sequence[Part], rows: Sequence[Row]) -> Verdict:
     """Whether every comparison comes out; one without numbers leaves its part of the statement open. Where a paper can be read
     in two ways, a statement may hold in one of them; where it has parts, each has its own verdict, too."""
-    found = {check: _one(check, rows) for check in checks}
-    reasons = tuple(f"{check.reading}: {text}" if check.reading else text for check, (_, text) in found.items())
+    found = {check: _each(check, rows) if isinstance(check, Each) else _one(check, rows) for check in checks}
+    said = {check: f"{check.reading}: {text}" if check.reading else text for check, (_, text) in found.items()}
     came = {check: one for check, (one, _) in found.items()}
     names = dict.fromkeys(check.part for check in checks if check.part)
     parts = tuple((name, _whole({check: one for check, one in came.items() if check.part == name})) for name in names)
-    return Verdict(_whole(came), reasons, parts)
+    failed = tuple(said[check] for check in said if came[check] is False)
+    left = tuple(said[check] for check in said if came[check] in (None, "partly"))
+    return Verdict(_whole(came), tuple(said.values()), parts, failed, left)
 
 
-def _whole(came: Mapping[Check, Came]) -> Word:
+def _whole(came: Mapping[Part, Came]) -> Word:
     """The word for all these comparisons."""
     readings = list(dict.fromkeys(check.reading for check in came if check.reading)) or [""]
     words = [_word({check: one for check, one in came.items() if check.reading in ("", reading)}) for reading in readings]
@@ -82,12 +113,81 @@ def _whole(came: Mapping[Check, Came]) -> Word:
     return min(words, key=order.index)
 
 
-def _word(came: Mapping[Check, Came]) -> Word:
+def _word(came: Mapping[Part, Came]) -> Word:
     if False in came.values():
         return "does not hold"
-    if True not in came.values() or any(check.core and one is None for check, one in came.items()):
+    if not any(came.values()) or any(check.core and one is None for check, one in came.items()):
         return "cannot be judged here"
-    return "holds" if None not in came.values() else "holds as far as it was run"
+    return "holds" if all(one is True for one in came.values()) else "holds as far as it was run"
+
+
+def _each(check: Each, rows: Sequence[Row]) -> tuple[Came, str]:
+    if check.given is not None:
+        first, text = _one(check.given, rows)
+        if not first:
+            return None, f"{check.says}: cannot be judged, for {text}"
+    others: dict[tuple[str, str], Row] = {}
+    if isinstance(check.right, str):
+        others = {(rest, row.column): row for row in rows if (rest := _rest(row.row, check.right)) is not None}
+    found: dict[str, tuple[Came, str]] = {}
+    for row in rows:
+        rest = _rest(row.row, check.left)
+        if rest is None or not _inside(check.within, row):
+            continue
+        other = others.get((rest, row.column)) if isinstance(check.right, str) else check.right
+        left, right = _number(row), _number(other)
+        if left is not None and right is not None:
+            came = _compared(left - right, check, _luck(row, other, check.luck))
+            found[", ".join(filter(None, (rest, row.column)))] = came, f"{_shown(left)} against {_shown(right)}"
+    if not found:
+        return None, f"{check.says}: no numbers that can be compared"
+    came_out = [came for came, _ in found.values()]
+    yes, no = came_out.count(True), came_out.count(False)
+    text = f"{check.says}: {yes} of {len(found)}"
+    text += f", {len(found) - yes - no} too near to tell" if yes + no < len(found) else ""
+    not_so = [f"{place} {numbers}" for place, (came, numbers) in found.items() if came is False]
+    text += f" (not {'; '.join(not_so[:3])}{'; …' if len(not_so) > 3 else ''})" if not_so else ""
+    return (False if no else True if yes == len(found) else "partly" if yes else None), text
+
+
+def _rest(name: str, words: str) -> str | None:
+    """What a row's name has beside these words at its begin or its end; None if they are not there."""
+    if name == words:
+        return ""
+    if name.startswith(f"{words}, "):
+        return name.removeprefix(f"{words}, ")
+    return name.removesuffix(f", {words}") if name.endswith(f", {words}") else None
+
+
+def _number(row: Row | float | None) -> float | None:
+    if not isinstance(row, Row):
+        return row
+    if row.ours is None and any(why.startswith("never reached") for why in row.why):
+        played = dict(row.settings["settings"]) if "settings" in row.settings else {}  # type: ignore[call-overload]
+        return float(played["rounds"] * played["local_steps"]) if row.column == "iterations" and played else np.inf
+    return row.ours if row.judged else None
+
+
+def _shown(value: float) -> str:
+    return "never" if value == np.inf else f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _luck(row: Row, other: Row | float | None, luck: float) -> float:
+    """What two rows may differ by and decide nothing."""
+    two = [one for one in (row, other) if isinstance(one, Row)]
+    if any(one.deviation is None for one in two):
+        return luck
+    return 2 * float(np.sqrt(sum((one.deviation or 0.0) ** 2 / one.seeds for one in two)))
+
+
+def _compared(apart: float, check: Each, luck: float) -> Came:
+    if np.isnan(apart):  # neither gets there
+        return None
+    if check.relation == "~":
+        return True if abs(apart) <= check.margin else None if abs(apart) <= check.margin + luck else False
+    ahead = apart if check.relation == ">" else -apart
+    ahead -= check.margin
+    return True if ahead > luck else False if ahead < -luck else None
 
 
 def _one(check: Check, rows: Sequence[Row]) -> tuple[Came, str]:
@@ -114,6 +214,10 @@ def _one(check: Check, rows: Sequence[Row]) -> tuple[Came, str]:
         if (None in errors or apart <= spread) and not (check.relation == "~" and apart <= 0):
             said = "one seed" if None in errors else "within the spread of the seeds"
             return None, f"{check.says}: cannot be judged, {said} ({left:.3f}, should be {about})"
+    beyond = abs(left - right) - check.margin if check.relation == "~" else left - right + (
+        check.margin if check.relation == "<" else -check.margin)  # fmt: skip
+    if abs(beyond) <= check.luck:
+        return None, f"{check.says}: too near to tell ({left:.3f}, should be {about})"
     came = {
         "<": left < right - check.margin,
         ">": left > right + check.margin,
@@ -143,6 +247,8 @@ def mean_of(place: str, rows: Sequence[Row]) -> float | None:
 
 
 def _inside(place: str, row: Row) -> bool:
+    if not place:
+        return True
     name, column = row.row.lower(), row.column.lower()
     for raw in place.lower().split(" & "):
         word = raw.strip()
