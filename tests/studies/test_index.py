@@ -358,7 +358,7 @@ def test_the_settings_of_p5s_cifar10_are_the_planners():
 
 
 def test_p5s_runs_by_clients_and_rate_have_the_same_runs_without_noise():
-    cells = catalogue()["p5-fig3"].cells
+    cells = [cell for cell in catalogue()["p5-fig3"].cells if cell.measure == "accuracy"]
     plain = {(cell.row, cell.column): cell.job for cell in cells if "without noise" in cell.row}
     noised = [cell for cell in cells if "without noise" not in cell.row]
     assert len(plain) == len(noised) == 16
