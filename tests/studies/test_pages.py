@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench import pages
 
-from fedveil.studies import runner
+from fedveil.studies import render, runner
 from fedveil.studies.cells import settings_of
 from fedveil.studies.index import catalogue
 
@@ -41,6 +41,16 @@ def test_what_is_within_a_hundredth_is_counted_among_what_is_compared_alone():
             "| two | x | 0.960 | 0.960 | match |", "| s | x | 0.007 | 0.002 | - | ",
             "| three | x | 0.960 | 0.961 | not judged |")  # fmt: skip
     assert pages._near("\n".join(("# P9 Table 1: Accuracy", *rows))) == 2
+
+
+def test_a_page_of_small_scale_is_judged_by_its_own_rows():
+    """P5 VII's attacks are not kept: its page has them."""
+    text = (FOLDER / "p5-table7.md").read_text("utf-8")
+    rows = {(row.row, row.column): row for row in pages.rows_of(text)}
+    assert set(rows) == {(cell.row, cell.column) for cell in catalogue()["p5-table7"].cells}
+    assert all(row.paper == cell.paper for cell in catalogue()["p5-table7"].cells for row in [rows[cell.row, cell.column]])
+    lines = render.verdict_lines(catalogue()["p5-table7"], list(rows.values()))
+    assert any(line.startswith("Here: **does not hold** (noise: holds; Staircase most: ") for line in lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -221,9 +221,9 @@ def test_an_attack_names_the_noise_of_what_it_attacks_also_where_it_was_kept_wit
     cells = tuple(Cell(str(n), "x", None, one, "ssim") for n, one in enumerate(attacks))
     chosen = runner.plan(Entry("p9-fig1", "Test", cells), "paper")
     old = {key_of(job, 0): {"result": {"ssim": 0.1}} for job in attacks}
-    assert [row.law for row in runner.rows(chosen, old)] == ["none", *["exact (by the settings; not recorded)"] * 2]
+    assert [row.law for row in runner.rows(chosen, old)] == ["none", *["exact (by its settings)"] * 2]
     page = render.markdown(chosen, runner.rows(chosen, old), "fedveil", {})
-    assert "\nNoise: exact (by the settings; not recorded) and none.\n" in page
+    assert "\nNoise: exact and none (of attacks by their settings, not recorded).\n" in page
     new = {key: {"result": {"ssim": 0.1, "noise_law": "float"}} for key in old}
     assert [row.law for row in runner.rows(chosen, new)] == ["float"] * 3
     leak = {"victims": 2, "batch": 1, "iterations": 3, "model": "cpl-lenet"}

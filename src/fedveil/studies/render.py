@@ -102,9 +102,11 @@ def markdown(
 
 def _noise(rows: Sequence[Row]) -> list[str]:
     """Which noise the page's runs drew; rows whose seeds drew different ones are named."""
-    laws = sorted({row.law for row in rows if row.law and "(seed" not in row.law})
+    laws = sorted({row.law.removesuffix(runner.UNRECORDED) for row in rows if row.law and "(seed" not in row.law})
+    unrecorded = any(row.law.endswith(runner.UNRECORDED) for row in rows)
+    of_attacks = " (of attacks by their settings, not recorded)" if unrecorded else ""
     mixed = dict.fromkeys(f"{row.row}: {row.law}" for row in rows if "(seed" in row.law)
-    said = [*([" and ".join(laws)] if laws else []), *mixed]
+    said = [*([" and ".join(laws) + of_attacks] if laws else []), *mixed]
     return [f"Noise: {'; '.join(said)}.", ""] if said else []
 
 

@@ -392,6 +392,9 @@ def _ended_early(job: Job, seeds: int, done: Mapping[str, Document]) -> tuple[st
     return tuple(dict.fromkeys(f"ended at round {one['rounds']} of {wanted}: {one.get('stopped', '')}" for one in early))
 
 
+UNRECORDED = " (by its settings)"  # an attack's noise, kept before attacks named theirs
+
+
 def _law(job: Job, lines: Sequence[Document], done: Mapping[str, Document]) -> str:
     """Which noise a cell's runs drew, by seed where they differ; of an attack, that of the attacked run or recipe. Attacks that
     were kept without it have what their settings say."""
@@ -405,7 +408,7 @@ def _law(job: Job, lines: Sequence[Document], done: Mapping[str, Document]) -> s
         law = line["result"].get("noise_law") or ""
         if not law and isinstance(job, Attack):
             law = jobs.law_in(job)
-            law += " (by the settings; not recorded)" if law != "none" else ""
+            law += UNRECORDED if law != "none" else ""
         seeds.setdefault(law, []).append(line.get("settings", {}).get("seed", 0))
     if len(seeds) < 2:
         return next(iter(seeds), "")

@@ -70,7 +70,7 @@ def _shuts(row: str, what: str, within: str, reading: str = "", part: str = "") 
 
 
 _TWO = "succeeds & !our attack & !l = 100"
-_WHOLE = "a whole round (L = 100, B = 5)"
+_WHOLE = "after a whole round of training"
 _ROUND = "succeeds, l = 100"
 
 
