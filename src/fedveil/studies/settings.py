@@ -42,7 +42,7 @@ LDP: dict[str, Values] = {
     "fashion_mnist": {**_RUN, "partition": "iid", "clients": 200, "rounds": 15, "learning_rate": 0.03,
                       "local_steps": 150, "batch_size": 10, "model": "papers-cnn", "epsilon": 5.0,
                       "prior": "model", "features": "standard"},
-    "cifar10": {**_RUN, "partition": "iid", "clients": 500, "rounds": 15, "learning_rate": 0.015, "local_steps": 50,
+    "cifar10": {**_RUN, "partition": "iid", "clients": 500, "rounds": 15, "learning_rate": 0.015, "local_steps": 40,
                 "batch_size": 10, "model": "small-vgg", "epsilon": 10.0, "ranges": "adaptive"},
 }  # fmt: skip
 
