@@ -175,8 +175,10 @@ def dataset(
         )
     if np.issubdtype(y_test.dtype, np.integer):
         if (y != np.round(y)).any():
-            raise UserError("dataset: y_test holds whole numbers, which mean classification, but y has fractions; for a regression "
-                            "give y_test as floats")  # fmt: skip
+            raise UserError(
+                "dataset: y_test holds whole numbers, which mean classification, but y has fractions; for a regression give "
+                "y_test as floats"
+            )
         shown = y_test if y_validation is None else np.concatenate([y_test, y_validation])
         public = int(shown.max(initial=-1))
         largest = max(int(y.max(initial=0)), public)

@@ -134,8 +134,9 @@ def from_arrays(
 
     Images are [n, channels, h, w]; images of type uint8 are divided by 255. Without test arrays a seeded
     fraction `test` of the rows is held out. Where the labels of the (public) test rows are whole numbers the task is
-    classification, unless `task` says otherwise; no training label has a say in it. classes: how many there are, a public number; without it the labels are counted, and unless the
-    (public) test rows show as many, a note says that private rows decided.
+    classification, unless `task` says otherwise; no training label has a say in it. classes: how many there are,
+    a public number; without it the labels are counted, and unless the test rows show as many, a note says that private rows
+    decided.
     """
     where = where or name
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)

@@ -251,7 +251,10 @@ def _table_lines(
             f"{share:.0%} of the budget's square; declared ranges, categories and classes would cost nothing",
         ))  # fmt: skip
     elif columns.scaling == "free":
-        lines.append(("scaling", "free: undeclared words fall into public places, undeclared numbers are used as they are"))
+        lines.append((
+            "scaling",
+            "free: each undeclared cell alone is a number as it is, or a word in one of 8 public places (declare what you can)",
+        ))  # fmt: skip
     else:
         lines.append(("scaling", "public: every column is declared, nothing is looked at"))
     if not columns.text and knots > 1:
