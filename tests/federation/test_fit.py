@@ -246,3 +246,27 @@ def test_which_columns_are_left_out_does_not_depend_on_the_rows():
     other = {**data, "chart": np.zeros(300), "user_id": data["age"]}
     drops = [choose(t, target="outcome", epsilon=2, table={"group": "site"}).config.table["drop"] for t in (one, other)]
     assert drops == [["user_id"], ["user_id"]]
+
+
+def test_a_run_under_free_scaling_is_rebuilt_as_it_was_trained(tmp_path):
+    data = columns() | {"age": (columns()["age"] - 60) / 60, "stay": np.ones(1200)}
+    path = write_csv(tmp_path / "t.csv", data)
+    free = {"target": "outcome", "drop": ["days"], "classes": ["alive", "died"], "scaling": "free", "missing": ["age"]}
+    for source, knots in ((data, 8), (path, 1), (data, 0)):
+        out = tmp_path / str(knots)
+        result = fv.fit(source, epsilon=4, ranges={"stay": [0, 2]}, knots=knots, settings={"rounds": 5}, out=out, **free)
+        shape = next(iter(result.state_dict().values())).shape
+        again = loop.prepare(fv.open_run(out).config, result.data)
+        assert result.accuracy > 0.5 and again.dataset.x.shape[1] == shape[1]
+        assert json.loads((out / "table.json").read_text()) == json.loads(json.dumps(again.looked.to_json()))
+
+
+def test_constants_of_a_run_are_not_made_anew_from_its_table(tmp_path):
+    """What was written down is what the model was trained with: nothing, such as knots, is added to it later."""
+    path = write_csv(tmp_path / "t.csv", columns())
+    result = fv.fit(path, epsilon=4, target="outcome", drop=["days"], knots=6, settings={"rounds": 2}, out=tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "table.json").read_text())
+    kept["known"]["scales"] = [scale | {"knots": []} for scale in kept["known"]["scales"]]
+    (tmp_path / "run" / "table.json").write_text(json.dumps(kept))
+    again = loop.prepare(fv.open_run(tmp_path / "run").config).looked
+    assert again is not None and not any(scale.knots for scale in again.known.scales) and result.facts["rounds"] == 2

@@ -162,7 +162,8 @@ def open_table(
         if deployed or config.secure_sum:
             raise UserError(
                 f"{where}: a look at undeclared columns is made in one process, not among nodes: declare their ranges and "
-                "categories (`fedveil data check` writes them), or set table.scaling = \"free\""
+                "categories from what can be measured, not from the rows (what `fedveil data check` shows is private), or set "
+                "table.scaling = \"free\""
             )
         if not pays:
             raise UserError(
@@ -197,13 +198,14 @@ def _bought(sheet: Sheet, config: RunConfig, root: int | bytes, knots: int) -> L
         len(needs_look(sheet)), len(sheet.train), dealt.clients, observer, config.target_epsilon, config.delta,
         sheet.columns.share,
     )  # fmt: skip
-    return look(sheet, [dealt.rows(c) for c in range(dealt.clients)], cost, observer, root, knots)
+    bought = look(sheet, [dealt.rows(c) for c in range(dealt.clients)], cost, observer, root, knots)
+    return Looked(with_knots(bought.known, knots), bought.paid)
 
 
 def constants(sheet: Sheet, knots: int, found: Looked | None) -> Looked:
-    """Declared constants where all are declared or nobody pays; else what the look found, with so many knots."""
+    """What was found, now or when the run was made: it stays as it was then. Else declared constants, with so many knots."""
     if found is not None:
-        return Looked(with_knots(found.known, knots), found.paid)
+        return found
     columns = sheet.columns
     scales = tuple(declared(sheet, c, knots) for c in columns.features(sheet.table)) if not columns.text else ()
     if columns.classes:
