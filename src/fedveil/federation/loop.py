@@ -29,7 +29,7 @@ from fedveil.federation import one_shot, store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
-from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
+from fedveil.federation.look import Looked, LookedInVain, Paid, after, looked_from_json, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -123,12 +123,8 @@ def prepare(
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None, pays=pays)
     elif dataset is None:
         dataset = raw_data(config)
-    try:
+    with after(looked.paid if looked else ()):
         return _prepared(config, dataset, module, dealt, root, looked)
-    except UserError as wrong:
-        if looked is None or not looked.paid:
-            raise
-        raise LookedInVain(str(wrong), looked.paid) from wrong
 
 
 def _prepared(
@@ -477,20 +473,32 @@ def run(
     on_start: called once before the first round, when everything that was looked at before is charged.
     """
     folder = Path(out)
-    begun = time.perf_counter()
     try:
-        prepared = prepare(config, dataset, module, pays=True)
-    except LookedInVain as vain:
-        charge_in_vain(config, folder, vain)
-        raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
-    task = prepared.task
-    check_noise(prepared)
-    prepared = replace(prepared, data_digest=data_digest(task))
+        return _run(config, folder, resume, on_round, dataset, module, command, on_start)
+    except LookedInVain as wrong:
+        vain = wrong
+    charge_in_vain(config, folder, vain)  # out of the block: if this fails, its traceback does not tell the other failure
+    if isinstance(vain.__cause__, Exception) and not isinstance(vain.__cause__, UserError):
+        raise vain.__cause__
+    raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.")
+
+
+def _run(
+    config: RunConfig, folder: Path, resume: bool, on_round: OnRound | None, dataset: Dataset | Table | None,
+    module: nn.Module | None, command: str, on_start: Callable[[Prepared], None] | None,
+) -> Document:  # fmt: skip
+    begun = time.perf_counter()
+    prepared = prepare(config, dataset, module, pays=True)
+    task, looks = prepared.task, prepared.looked.paid if prepared.looked else ()
+    with after(looks):
+        check_noise(prepared)
+        prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
         check_folder(prepared, folder, resume)
-        ledger = stack.enter_context(open_ledger(prepared, folder))
-        charge_preprocessing(prepared, ledger)
+        with after(looks):
+            ledger = stack.enter_context(open_ledger(prepared, folder))
+            charge_preprocessing(prepared, ledger)
         # Only now: how large the model is, for one, may have been found by a look that is charged now.
         state = open_folder(prepared, folder, resume, command)
         if prepared.looked is not None:
