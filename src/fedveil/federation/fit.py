@@ -89,7 +89,7 @@ def choose(
     if table and not built_in:
         raise UserError(f"{own.name}: options of columns ({', '.join(table)}) are for tables with named columns.")
     delta = usual_delta(len(own)) if delta is None else delta
-    return _arrays(own, named, epsilon, delta, observer, clients, seed, settings)
+    return _arrays(own, built_in, named, epsilon, delta, observer, clients, seed, settings)
 
 
 def usual_delta(rows: int) -> float:
@@ -172,10 +172,9 @@ def _plain(table: Mapping[str, object]) -> JsonObject:
 
 
 def _arrays(
-    own: Dataset, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
+    own: Dataset, built_in: bool, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
     settings: dict[str, object],
 ) -> Chosen:  # fmt: skip
-    built_in = own.name in CATALOGUE and named.get("dataset") == own.name
     groups = len(np.unique(own.groups)) if own.groups is not None else 0
     sites = clients or groups or CLIENTS
     shape = _shape_of_arrays(own, built_in)

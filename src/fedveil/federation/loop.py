@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedveil.data.datasets import Dataset, load
+from fedveil.data.datasets import Dataset, dataset_names, load
 from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
@@ -84,6 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     data_digest: str = ""
     looked: Looked | None = None
+    public_data: bool = False  # rows of a built-in dataset that was read here: what is called like one may be anybody's
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,13 @@ def prepare(
     if root is None:
         root = entropy() if config.secure_noise else config.seed
     looked = None
+    public_data = dataset is None and dealt is None and not config.table and config.dataset in dataset_names()
     if isinstance(dataset, Table) or (dataset is None and config.table):
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None, pays=pays)
     elif dataset is None:
         dataset = raw_data(config)
     with after(looked.paid if looked else ()):
-        return _prepared(config, dataset, module, dealt, root, looked)
+        return replace(_prepared(config, dataset, module, dealt, root, looked), public_data=public_data)
 
 
 def _prepared(
@@ -685,6 +687,8 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
         facts = store.read_json(folder / "run.json")
         if facts["config"]["rounds"] != config.rounds:  # more rounds without privacy; the identity stays: the ledger has it
             store.write_json(folder / "run.json", {**facts, "config": config.model_dump()})
+        if facts.get("public_data") and not prepared.public_data:  # continued on rows that were given
+            store.write_json(folder / "run.json", {**store.read_json(folder / "run.json"), "public_data": False})
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
@@ -711,6 +715,7 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
             "engine": prepared.engine,
             "engine_reason": prepared.engine_reason,
             "notes": list(prepared.notes),
+            "public_data": prepared.public_data,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "python": sys.version.split()[0],
             "parameters": prepared.task.layout.size,
