@@ -464,3 +464,11 @@ def test_a_run_on_public_rows_that_is_continued_on_given_ones_is_public_no_more(
     assert gather(tmp_path / "run").public_data
     fv.resume(tmp_path / "run", data=fv.load("cancer"))
     assert not gather(tmp_path / "run").public_data
+
+
+def test_a_report_says_of_how_many_clients_a_row_speaks_and_only_a_private_one_of_which(tmp_path: Path) -> None:
+    small = ["dataset=digits", "rounds=1", "local_steps=2", "clients=4", "report=false", "client_epsilons=[1.0, inf]"]
+    simulate(load_config("udp-fl", small), tmp_path / "run")
+    shown, private = (text_of(page([tmp_path / "run"], tmp_path, private)) for private in (False, True))
+    assert "for 2 clients alone, nothing is counted of 2 clients" in shown and "for clients 0, 2 alone" not in shown
+    assert "for clients 0, 2 alone, nothing is counted of clients 1, 3" in private

@@ -145,7 +145,7 @@ def gather(
         metrics=metrics,
         private=tuple(line for line in run.private if isinstance(line, dict)) if private else (),
         result=result,
-        promise=promise_of(run, unit, course=not quick, clients=clients),
+        promise=promise_of(run, unit, course=not quick, clients=clients, named=private),
         attacks=tuple(attacks_of(folder, show=private or public_data)),
         confusion=confusion_of(run, compute) if result else None,
         public_data=public_data,
@@ -163,7 +163,7 @@ def _result(run: Run) -> JsonObject:
 # --- the promise -----------------------------------------------------------------------------------------------
 
 
-def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) -> Promise:
+def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False, named: bool = False) -> Promise:
     """Rows, epsilon over rounds and budgets, recomputed from the ledger without locking or repairing it."""
     from fedveil.privacy.ledger import Ledger
     from fedveil.privacy.ledger.journal import read
@@ -174,7 +174,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
     config = run.config
     try:
         ledger = Ledger.read(path)
-        rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant))
+        rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant, named=named))
         records = read(path).records
         made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
         budgets = _clients(ledger, config.observer, unit, config.accountant) if clients else ()
