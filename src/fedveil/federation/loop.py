@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedveil.data.datasets import Dataset, load
+from fedveil.data.datasets import Dataset, dataset_names, load
 from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
@@ -29,7 +29,7 @@ from fedveil.federation import one_shot, own_code, store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
-from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
+from fedveil.federation.look import Looked, LookedInVain, Paid, after, looked_from_json, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -84,6 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     data_digest: str = ""
     looked: Looked | None = None
+    public_data: bool = False  # rows of a built-in dataset that was read here: what is called like one may be anybody's
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,13 @@ def prepare(
     if root is None:
         root = entropy() if config.secure_noise else config.seed
     looked = None
+    public_data = dataset is None and dealt is None and not config.table and config.dataset in dataset_names()
     if isinstance(dataset, Table) or (dataset is None and config.table):
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None, pays=pays)
     elif dataset is None:
         dataset = raw_data(config)
-    try:
-        return _prepared(config, dataset, module, dealt, root, looked)
-    except UserError as wrong:
-        if looked is None or not looked.paid:
-            raise
-        raise LookedInVain(str(wrong), looked.paid) from wrong
+    with after(looked.paid if looked else ()):
+        return replace(_prepared(config, dataset, module, dealt, root, looked), public_data=public_data)
 
 
 def _prepared(
@@ -471,20 +469,32 @@ def run(
     on_start: called once before the first round, when everything that was looked at before is charged.
     """
     folder = Path(out)
-    begun = time.perf_counter()
     try:
-        prepared = prepare(config, dataset, module, pays=True)
-    except LookedInVain as vain:
-        charge_in_vain(config, folder, vain)
-        raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.") from None
-    task = prepared.task
-    check_noise(prepared)
-    prepared = replace(prepared, data_digest=data_digest(task))
+        return _run(config, folder, resume, on_round, dataset, module, command, on_start)
+    except LookedInVain as wrong:
+        vain = wrong
+    charge_in_vain(config, folder, vain)  # out of the block: if this fails, its traceback does not tell the other failure
+    if isinstance(vain.__cause__, Exception) and not isinstance(vain.__cause__, UserError):
+        raise vain.__cause__
+    raise UserError(f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}.")
+
+
+def _run(
+    config: RunConfig, folder: Path, resume: bool, on_round: OnRound | None, dataset: Dataset | Table | None,
+    module: nn.Module | None, command: str, on_start: Callable[[Prepared], None] | None,
+) -> Document:  # fmt: skip
+    begun = time.perf_counter()
+    prepared = prepare(config, dataset, module, pays=True)
+    task, looks = prepared.task, prepared.looked.paid if prepared.looked else ()
+    with after(looks):
+        check_noise(prepared)
+        prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
         check_folder(prepared, folder, resume)
-        ledger = stack.enter_context(open_ledger(prepared, folder))
-        charge_preprocessing(prepared, ledger)
+        with after(looks):
+            ledger = stack.enter_context(open_ledger(prepared, folder))
+            charge_preprocessing(prepared, ledger)
         # Only now: how large the model is, for one, may have been found by a look that is charged now.
         state = open_folder(prepared, folder, resume, command)
         if prepared.looked is not None:
@@ -654,6 +664,8 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
         facts = store.read_json(folder / "run.json")
         if facts["config"]["rounds"] != config.rounds:  # more rounds without privacy; the identity stays: the ledger has it
             store.write_json(folder / "run.json", {**facts, "config": config.model_dump()})
+        if facts.get("public_data") and not prepared.public_data:  # continued on rows that were given
+            store.write_json(folder / "run.json", {**store.read_json(folder / "run.json"), "public_data": False})
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
@@ -680,6 +692,7 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
             "engine": prepared.engine,
             "engine_reason": prepared.engine_reason,
             "notes": list(prepared.notes),
+            "public_data": prepared.public_data,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "python": sys.version.split()[0],
             "parameters": prepared.task.layout.size,
