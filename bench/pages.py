@@ -11,13 +11,14 @@ import contextlib
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.cli.reproduce import _duration
 from fedveil.federation.store import append_line
 from fedveil.studies import render, runner
-from fedveil.studies.cells import Epsilon, Job, Row, Spend, Stop, key_of
+from fedveil.studies.cells import Entry, Epsilon, Job, Row, Spend, Stop, key_of
 from fedveil.studies.index import catalogue, find
 from fedveil.studies.render import name_of, shown
 
@@ -41,6 +42,17 @@ def take(out: Path) -> None:
             command = f"fedveil reproduce {entry.id} --scale paper --seeds {chosen.seeds}"
             render.write(chosen, kept, command, DOCS, entry.id, out)
             print(f"{entry.id}: {len(new)} new")
+        elif entry.cells and all(_formula(job) for job in entry.jobs()):
+            _formulas(entry)
+
+
+def _formulas(entry: Entry) -> None:
+    """The page of a table of formulas alone, which take no time."""
+    chosen = runner.plan(entry, "paper")
+    with tempfile.TemporaryDirectory() as folder:
+        done = runner.run(chosen, Path(folder))
+    command = f"fedveil reproduce {entry.id} --scale paper --seeds 1 --only epsilon"
+    render.write(chosen, done, command, DOCS, f"{entry.id}-epsilon")
 
 
 def _formula(job: Job) -> bool:
@@ -59,6 +71,31 @@ def copy(out: Path) -> None:
         for picture in re.findall(r"\]\(([\w-]+\.png)\)", text):
             shutil.copy(out / picture, DOCS / picture)
         there.write_text(text, "utf-8")
+
+
+def judge_small() -> None:
+    """Pages of small scale, whose cells are not kept, with the verdict that follows from their own rows today."""
+    for page in DOCS.glob("p[1-5]-*.md"):
+        text = page.read_text("utf-8")
+        if "Scale: small" in text:
+            entry = find(_entry(page))
+            head, rest = text.split("<details>", 1)
+            lines = render.verdict_lines(entry, rows_of(text))
+            page.write_text("\n".join([head.split("## Verdict")[0].rstrip("\n"), "", *lines, f"<details>{rest}"]), "utf-8")
+
+
+def rows_of(text: str) -> list[Row]:
+    """The rows of a page of attacks with printed numbers, as far as a verdict looks at them."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")[1:-1]]
+        if len(fields) == 7 and fields[0] not in ("row", "---"):
+            numbers = [float(f.split(" ")[0]) if re.match(r"-?\d", f) else None for f in fields[2:4]]
+            apart = None if None in numbers else numbers[1] - numbers[0]  # type: ignore[operator]
+            matches = None if apart is None else fields[4] == "match"
+            row = Row(fields[0], fields[1], *numbers, apart, matches, (), fields[6], settings={"kind": "attack"})
+            found.append(row)
+    return found
 
 
 def between(text: str, begin: str, end: str, lines: Sequence[str]) -> str:
@@ -101,17 +138,22 @@ def _entry(page: Path) -> str:
 
 
 def _agreement(text: str) -> str:
-    verdict = re.search(r"^Here: \*\*(.*?)\*\*", text, re.M)
-    if verdict:
-        return f"statement: **{verdict[1]}**"
-    values = re.search(r"statement is (?:compared|judged at the end)\. (\d+ of \d+ values)", text)
-    if values:
-        return f"statement only, {values[1]}"
+    """What came out, in the words of a page: its numbers, and its statement."""
+    verdict = re.search(r"^Here: (\*\*.*?\*\*(?: \(.*?\))?)", text, re.M)
+    stated = f"statement: {verdict[1]}" if verdict else ""
+    if text.split("\n", 1)[0].split(":")[0].split(" ")[2] == "Figure":
+        return stated
+    return "; ".join(filter(None, (_numbers(text), stated)))
+
+
+def _numbers(text: str) -> str:
     times = re.search(r"^Times of other hardware are not compared(?:, ratios are: (\d+ of \d+))?", text, re.M)
     if times:
         return f"times are not compared; {times[1]} ratios agree" if times[1] else "times are not compared"
     found = re.search(r"^(\d+ of \d+) compared .*?(?:; (\d+) of \d+ have no number of ours)?\.$", text, re.M)
     assert found is not None
+    if found[1] == "0 of 0":
+        return "no number can be judged"
     near, without = _near(text), f"; {found[2]} without a number" if found[2] else ""
     return f"{found[1]} agree" + (f"; {near} within 0.01" if near else "") + without
 
@@ -122,7 +164,8 @@ def _near(text: str) -> int:
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
         with contextlib.suppress(ValueError, IndexError):
-            pairs.append((float(fields[3]), float(fields[4])))
+            if fields[5] not in ("-", "not judged"):  # nor a time, nor a number without a print
+                pairs.append((float(fields[3]), float(fields[4].split(" ")[0])))
     if "ccuracy" not in text.split("\n", 1)[0] or any(paper > 1 for paper, _ in pairs):
         return 0
     return sum(abs(paper - ours) <= 0.0105 for paper, ours in pairs)
@@ -180,6 +223,7 @@ if __name__ == "__main__":
     for folder in map(Path, sys.argv[1:]):
         take(folder)
         copy(folder)
+        judge_small()
         keys = set(runner.finished(folder))
         plans = (runner.plan(find(name), "paper") for name in LEAKS)
         if any(key_of(job, seed) in keys for chosen in plans for job, seed in chosen.runs):

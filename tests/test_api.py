@@ -131,6 +131,14 @@ def test_own_arrays_are_checked():
         fv.dataset(x, y, x_test, y_test)
 
 
+def test_the_type_of_public_labels_alone_decides_the_task_of_own_arrays():
+    x, y = np.zeros((12, 3), np.float32), [0, 1] * 6
+    assert fv.dataset(x, y, x, y).task == "classification"
+    with pytest.raises(UserError, match="y_test holds whole numbers"):
+        fv.dataset(x, [0.5, *y[1:]], x, y)
+    assert fv.dataset(x, y, x[:2], [0.5, 1]).task == fv.dataset(x, [0.5, *y[1:]], x[:2], [0.5, 1]).task == "regression"
+
+
 def test_classes_of_own_arrays_are_given_or_shown_by_public_rows_or_nothing_is_promised(tmp_path):
     x, y, few = np.zeros((12, 3), np.float32), np.arange(12) % 3, np.array([0, 1])
     assert fv.dataset(x, y, x[:2], few, classes=4).notes == () and fv.dataset(x, y, x, y).notes == ()

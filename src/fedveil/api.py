@@ -153,7 +153,8 @@ def dataset(
     y_validation: np.ndarray | None = None,
     classes: int | None = None,
 ) -> Dataset:
-    """Your own arrays as a dataset: whole-number labels 0, 1, … mean classification, floats regression.
+    """Your own arrays as a dataset: whole-number labels 0, 1, … mean classification, floats regression. The type of y_test, which
+    is public, decides; one private label in y cannot.
 
     classes: how many there are, a public number. Without it they are counted; where only (private) training rows show the
     largest label, nothing finite is promised about runs on this dataset, and its notes say why.
@@ -173,7 +174,12 @@ def dataset(
         raise UserError(
             f"dataset: x has a value that is not finite (first bad row: {bad if bad >= 0 else 'in x_test'})"
         )
-    if np.issubdtype(y.dtype, np.integer):
+    if np.issubdtype(y_test.dtype, np.integer):
+        if (y != np.round(y)).any():
+            raise UserError(
+                "dataset: y_test holds whole numbers, which mean classification, but y has fractions; for a regression give "
+                "y_test as floats"
+            )
         shown = y_test if y_validation is None else np.concatenate([y_test, y_validation])
         public = int(shown.max(initial=-1))
         largest = max(int(y.max(initial=0)), public)
@@ -437,7 +443,8 @@ def make_private(
 
     recipe: one that noises sums of per-example gradients, changed by keywords (sigma=1.0, clip_bound=1.0). epsilon with epochs
     or steps: the noise is calibrated for them and the loop stops before the budget is exceeded. loss: "cross-entropy",
-    "squared", a torch loss, or a function of (module, batch of one example); the first two use the fast engines.
+    "squared", a torch loss, or a function of (module, batch of one example); the first two use the fast engines where torch's own
+    collate function stacks the rows. Each row is collated alone for its gradient, whatever the loader's function does with many.
     out: folder of the ledger, resume=True continues it. seed: repeatable noise for tests; the promise then needs it secret.
 
     Formal guarantee: see `Private.backward`. It covers what the optimiser does with `.grad`, the weights that follow, and

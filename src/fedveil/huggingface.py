@@ -30,7 +30,8 @@ class PrivateTrainer(Trainer):
     """A Trainer whose gradients come from `fedveil.make_private`. privacy: its options (epsilon, delta, recipe, sigma, out, …).
 
     The number of steps is `args.max_steps`, or epochs of the Trainer's batch size. Gradients are never clipped or accumulated
-    afterwards: that is the noised sum's business. The losses in the Trainer's log are computed from private rows: keep them.
+    afterwards: that is the noised sum's business. The data collator is called with one row at a time for their gradients, so that
+    padding couples none. The losses in the Trainer's log are computed from private rows: keep them.
 
     Formal guarantee: that of `Private.backward`, per example of the training set.
     """

@@ -203,6 +203,14 @@ def test_what_contradicts_a_declaration_is_refused_before_a_look_is_charged(more
     assert not (tmp_path / "a").exists()
 
 
+def test_no_look_is_made_for_a_folder_that_holds_a_run(patients, tmp_path, monkeypatch):
+    words = ("fit", str(patients), "--target", "outcome", "--epsilon", "4", "--set", "rounds=20", "--out", str(tmp_path / "a"))
+    assert run(*words).exit_code == 0
+    monkeypatch.setattr("fedveil.federation.look.look", None)
+    with pytest.raises(fv.UserError, match="add --resume to continue it"):
+        run(*words)
+
+
 def test_a_look_in_vain_keeps_its_folder_and_says_so(patients, tmp_path):
     path = tmp_path / "same.csv"
     path.write_text("age,y\n" + "".join(f"{i % 90},yes\n" for i in range(2000)))

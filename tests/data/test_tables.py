@@ -222,3 +222,27 @@ def test_a_number_of_classes_is_public_given_or_ends_the_promise(tmp_path):
         [("cat", "train"), ("dog", "train"), ("eel", "train"), ("cat", "test"), ("eel", "test")])))
     words = load(path, target="label", split="part")
     assert words.classes == 3 and any(note.startswith("private:") for note in words.notes)  # "dog" renumbers "eel"
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "npz with test rows"])
+def test_no_training_label_decides_between_classification_and_regression(tmp_path, kind):
+    """Of whole labels one training label becomes a fraction, and the other way round: the task stays, or the rows are refused."""
+
+    def read(y):
+        if kind == "csv":
+            return load(csv_file(tmp_path, "a,y\n" + "".join(f"{i},{v:g}\n" for i, v in enumerate(y))), target="y")
+        more = {"x_test": X[:4], "y_test": y[-4:]} if "test" in kind else {}
+        return load(npz(tmp_path, x=X, y=y, **more))
+
+    whole = Y.astype(float)
+    held = np.arange(20) if "test" in kind else np.sort(read(whole / 2).x[:, 0].astype(int) // (1 if kind == "csv" else 2))
+    first = held[0]
+    assert read(whole).task == "classification"
+    changed = whole.copy()
+    changed[first] = 0.5
+    with pytest.raises(UserError, match="labels of the test rows alone decide"):
+        read(changed)
+    broken = whole / 2 + 0.25
+    changed = broken.copy()
+    changed[first] = 1
+    assert read(broken).task == read(changed).task == "regression"

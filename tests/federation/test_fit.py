@@ -90,7 +90,7 @@ def test_nothing_is_written_before_the_look_is_charged(tmp_path, monkeypatch):
     path = write_csv(tmp_path / "patients.csv", columns())
     chosen = choose(path, target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]})
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("stopped")
 
     monkeypatch.setattr(loop, "charge_preprocessing", fail)
@@ -154,7 +154,16 @@ def test_clients_and_groups_must_agree():
         choose(columns(), target="outcome", epsilon=2, clients=5, table={"group": "site"})
 
 
-@pytest.mark.parametrize("fault", ["the look", "the rows behind it", "what follows it"])
+def _fail(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "fault", ["the look", "the rows behind it", "what follows it", "check_noise", "data_digest", "header_of"]
+)
 def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault, monkeypatch):
     data = columns()
     more = {"drop": ["days"]}
@@ -163,12 +172,12 @@ def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault,
     elif fault == "the rows behind it":  # nothing but missing values stands out of the noise: no column is left
         data["age"] = data["ward"] = np.full(len(data["age"]), "")
     else:
-        monkeypatch.setattr(loop, "engine_of", lambda *_: (_ for _ in ()).throw(UserError("no engine")))
+        monkeypatch.setattr(loop, "engine_of" if fault == "what follows it" else fault, _fail(UserError("no engine")))
     path = write_csv(tmp_path / "patients.csv", data)
     with pytest.raises(UserError, match="charged in") as told:
         fv.fit(path, target="outcome", group="site", epsilon=4, out=tmp_path / "run", **more)
     said = {"the look": "declare them", "the rows behind it": "no column is left", "what follows it": "no engine"}
-    assert said[fault] in str(told.value).lower()
+    assert said.get(fault, "no engine") in str(told.value).lower()
     ledger = Ledger.read(tmp_path / "run" / "ledger.jsonl")
     assert 0 < ledger.epsilon("server", "example") < 2
     # The folder holds what was spent; a run that leaves it out may not begin there.
@@ -176,6 +185,24 @@ def test_what_a_look_showed_is_charged_before_an_error_tells_it(tmp_path, fault,
         monkeypatch.undo()
         fv.fit(write_csv(tmp_path / "patients.csv", columns()), target="outcome", group="site", epsilon=4,
                out=tmp_path / "run", **more)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["look._rough", "look._sharp", "look.encode", "loop.engine_of", "loop.check_noise"])
+def test_a_failure_of_any_kind_after_a_look_is_told_as_it_is_once_the_look_is_charged(tmp_path, where, monkeypatch):
+    chosen = choose(columns(), target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]})
+    monkeypatch.setattr(f"fedveil.federation.{where}", _fail(RuntimeError("peak 117")))
+    with pytest.raises(RuntimeError, match="peak 117"):
+        loop.run(chosen.config, tmp_path / "run", dataset=chosen.data)
+    assert 0 < Ledger.read(tmp_path / "run" / "ledger.jsonl").epsilon("server", "example") < 2
+
+
+def test_a_failure_after_a_look_that_cannot_be_charged_is_not_told(tmp_path, monkeypatch):
+    chosen = choose(columns(), target="outcome", epsilon=4, table={"group": "site", "drop": ["days"]})
+    monkeypatch.setattr(loop, "check_noise", _fail(RuntimeError("peak 117")))
+    monkeypatch.setattr(loop, "hold_folder", _fail(UserError("locked")))
+    with pytest.raises(UserError, match="locked") as told:
+        loop.run(chosen.config, tmp_path / "run", dataset=chosen.data)
+    assert told.value.__context__ is None and told.value.__cause__ is None
 
 
 def test_without_a_ledger_nobody_looks(tmp_path, monkeypatch):
@@ -246,3 +273,27 @@ def test_which_columns_are_left_out_does_not_depend_on_the_rows():
     other = {**data, "chart": np.zeros(300), "user_id": data["age"]}
     drops = [choose(t, target="outcome", epsilon=2, table={"group": "site"}).config.table["drop"] for t in (one, other)]
     assert drops == [["user_id"], ["user_id"]]
+
+
+def test_a_run_under_free_scaling_is_rebuilt_as_it_was_trained(tmp_path):
+    data = columns() | {"age": (columns()["age"] - 60) / 60, "stay": np.ones(1200)}
+    path = write_csv(tmp_path / "t.csv", data)
+    free = {"target": "outcome", "drop": ["days"], "classes": ["alive", "died"], "scaling": "free", "missing": ["age"]}
+    for source, knots in ((data, 8), (path, 1), (data, 0)):
+        out = tmp_path / str(knots)
+        result = fv.fit(source, epsilon=4, ranges={"stay": [0, 2]}, knots=knots, settings={"rounds": 5}, out=out, **free)
+        shape = next(iter(result.state_dict().values())).shape
+        again = loop.prepare(fv.open_run(out).config, result.data)
+        assert result.accuracy > 0.5 and again.dataset.x.shape[1] == shape[1]
+        assert json.loads((out / "table.json").read_text()) == json.loads(json.dumps(again.looked.to_json()))
+
+
+def test_constants_of_a_run_are_not_made_anew_from_its_table(tmp_path):
+    """What was written down is what the model was trained with: nothing, such as knots, is added to it later."""
+    path = write_csv(tmp_path / "t.csv", columns())
+    result = fv.fit(path, epsilon=4, target="outcome", drop=["days"], knots=6, settings={"rounds": 2}, out=tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "table.json").read_text())
+    kept["known"]["scales"] = [scale | {"knots": []} for scale in kept["known"]["scales"]]
+    (tmp_path / "run" / "table.json").write_text(json.dumps(kept))
+    again = loop.prepare(fv.open_run(tmp_path / "run").config).looked
+    assert again is not None and not any(scale.knots for scale in again.known.scales) and result.facts["rounds"] == 2

@@ -10,6 +10,7 @@ from fedveil.data.columns import columns_of, encode, sheet_of
 from fedveil.data.frames import from_columns
 from fedveil.errors import UserError
 from fedveil.federation import look as looks
+from fedveil.federation.config import make_config
 from fedveil.privacy.accountants import answer
 
 
@@ -152,3 +153,24 @@ def test_one_row_adds_no_more_to_a_look_than_its_bound(monkeypatch, undeclared):
     moved = float(np.sum((with_row[0] - without[0]) ** 2))
     moved += sum((with_row[1].get(w, 0) - without[1].get(w, 0)) ** 2 for w in {*with_row[1], *without[1]})
     assert 0 < np.sqrt(moved) <= noise.noised.bound + 1e-12
+
+
+@pytest.mark.parametrize("cell", ["unknown", "0.50", 3])
+def test_one_cell_of_another_type_moves_a_look_by_its_own_row_alone(monkeypatch, cell):
+    """Labels as a list of floats: with one word among them all were spelled otherwise, and all counts moved."""
+    y = [float(i % 2) for i in range(200)]
+    seen = []
+    monkeypatch.setattr(looks.Tally, "shown_words", lambda self, words, key: seen.append(words) or {"0": 99.0, "1": 99.0})
+    for labels in (y, [cell, *y[1:]]):
+        sheet = sheet_of(from_columns({"a": y, "y": labels}, "t"), columns_of({}, "y", None, "t"), 0)
+        rows = np.arange(200)
+        looks.look(dataclasses.replace(sheet, train=rows), [rows], looks.Price(0.1, 5.0, 2, 1.0, 1e-9), "sum", 0, 1)
+    assert seen[0] == {"0": 100, "1": 100} and sum(seen[1].values()) == 200
+    assert (seen[1]["0"], seen[1]["1"]) == (99, 100)
+
+
+def test_who_may_not_look_is_told_to_declare_public_ranges_and_not_to_copy_what_the_rows_hold():
+    config = make_config({"recipe": "fed-cdp-sound", "dataset": "t.csv", "target": "outcome", "table": {"scaling": "paid"}})
+    with pytest.raises(UserError, match="from what can be measured, not from the rows") as told:
+        looks.open_table(config, patients(100), 0, deployed=True, pays=True)
+    assert "writes" not in str(told.value)

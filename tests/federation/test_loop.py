@@ -365,6 +365,27 @@ def test_a_round_that_fails_is_charged_before_anybody_hears_why(tmp_path, monkey
         assert book.epsilon("server", "example") == Ledger.read(tmp_path / "whole" / "ledger.jsonl").epsilon("server", "example")
 
 
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_rounds_that_a_failure_leaves_out_are_charged_as_if_they_had_been_played(at, tmp_path, monkeypatch):
+    """Where the run ends then depends on the rows: what is promised must not."""
+    real = loop.train_cohort
+
+    def fails(prepared, state, *more):
+        if state.round == at:
+            raise UserError("this record cannot be trained on")
+        return real(prepared, state, *more)
+
+    config = load_config("fed-cdp-sound", [*SMALL, "rounds=5"])
+    run(config, tmp_path / "whole")
+    monkeypatch.setattr(loop, "train_cohort", fails)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="cannot be trained on"):
+            run(config, tmp_path / "run", resume=resume)
+    book, whole = (Ledger.read(tmp_path / name / "ledger.jsonl") for name in ("run", "whole"))
+    assert book.rounds == 5
+    assert [(r.epsilon, r.verdict) for r in book.table()] == [(r.epsilon, r.verdict) for r in whole.table()]
+
+
 def test_an_engine_without_a_proof_for_one_client_speaks_for_the_run(monkeypatch):
     """Client 0's noise runs on a proven engine, client 1's does not: nothing about the run is sound."""
     choose = pool.choose

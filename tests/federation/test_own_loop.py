@@ -1,5 +1,8 @@
 """`make_private`: a loop of the user's own has the noise it claims, the clip it claims, and no way around the ledger."""
 
+import contextlib
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fedveil as fv
 from fedveil.attacks.audit.loop import audit_loop
 from fedveil.errors import UserError
+from fedveil.federation.own_rows import Rows
 from fedveil.federation.practice import compared
 from fedveil.privacy.ledger import Ledger
 from fedveil.protect import bounded
@@ -65,7 +69,7 @@ def test_engine_and_one_by_one_clip_alike(tmp_path):
     sums = []
     for private in (one, other):
         (batch,) = private.loader
-        sums.append(private._clipped(batch, private._now(), ROWS)[0])
+        sums.append(private._clipped(Rows(ROWS, batch), private._now())[0])
     np.testing.assert_allclose(sums[0], sums[1], atol=1e-5)
     assert np.linalg.norm(sums[0]) > 1  # something was summed
 
@@ -73,13 +77,13 @@ def test_engine_and_one_by_one_clip_alike(tmp_path):
 def test_one_example_moves_the_sum_by_no_more_than_the_bound(tmp_path):
     private = made(tmp_path, sampling="full", loss=own_loss)
     (batch,) = private.loader
-    whole = private._clipped(batch, private._now(), ROWS)[0]
+    whole = private._clipped(Rows(ROWS, batch), private._now())[0]
     loud = [batch[0].clone(), batch[1].clone()]
     loud[0][3] *= 1e6
-    moved = private._clipped(tuple(loud), private._now(), ROWS)[0]
+    moved = private._clipped(Rows(ROWS, tuple(loud)), private._now())[0]
     assert 0 < np.linalg.norm(moved - whole) <= 2 * 0.5 * (1 + 1e-9)
     loud[0][3] = float("nan")
-    left_out = private._clipped(tuple(loud), private._now(), ROWS)[0]
+    left_out = private._clipped(Rows(ROWS, tuple(loud)), private._now())[0]
     assert np.linalg.norm(left_out - whole) <= 0.5 * (1 + 1e-9)
 
 
@@ -267,6 +271,245 @@ def test_a_loss_that_keeps_statistics_of_private_rows_is_refused(tmp_path):
     with pytest.raises(UserError, match="changes a buffer"):
         private.backward(*next(iter(private.loader)))
     assert all(p.grad is None for p in private.module.parameters())
+
+
+class Mean(nn.Module):
+    """Subtracts a running mean of all that it has seen, kept where `where` says."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.dense = where, nn.Linear(COLUMNS, CLASSES)
+        if where == "attribute":
+            self.mean = 0.0
+        else:
+            self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            now = 0.5 * self.mean + 0.5 * x.detach().mean()
+            if self.where == "attribute":
+                self.mean = float(now)
+            else:
+                self.mean.copy_(now)
+        return self.dense(x - self.mean)
+
+
+class Tracked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = nn.InstanceNorm1d(1, track_running_stats=True), nn.Linear(COLUMNS, CLASSES)
+
+    def forward(self, x):
+        return self.dense(self.norm(x[:, None])[:, 0])
+
+
+LOSSES = {"name": "cross-entropy", "torch": nn.CrossEntropyLoss(label_smoothing=0.1), "own": own_loss}
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("module", [partial(Mean, "buffer"), partial(Mean, "attribute"), Tracked])
+def test_a_module_that_keeps_something_of_examples_is_refused_with_every_loss_before_anything_is_written(module, loss, tmp_path):
+    torch.manual_seed(0)
+    net = module()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"changes a buffer|after others have passed|keeps running statistics"):
+        fv.make_private(net, optimizer, DataLoader(data(), batch_size=10), steps=5, out=tmp_path / "a", loss=LOSSES[loss])
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", own_loss], ids=["engine", "one-by-one"])
+def test_a_module_that_turns_out_to_remember_while_it_trains_is_refused_and_the_plan_charged(loss, tmp_path):
+    """Below a size that no made-up example has it remembers nothing."""
+
+    class Sly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.last = nn.Linear(COLUMNS, CLASSES), 0.0
+
+        def forward(self, x):
+            before, self.last = self.last, self.last + float(x.detach().abs().max() > 1e6)
+            return self.dense(x - before)
+
+    rows = data().tensors
+    rows[0][:5] *= 1e7
+    net = Sly()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(*rows), batch_size=ROWS)
+    with pytest.warns(UserWarning, match=r"torch\.func") if loss == "cross-entropy" else contextlib.nullcontext():
+        private = fv.make_private(net, optimizer, loader, sigma=2.0, steps=5, out=tmp_path / "a", loss=loss, sampling="full")
+    assert any("model" in note and "Sly" in note for note in private.notes)
+    with pytest.raises(UserError, match="after others have passed"):
+        private.backward(*next(iter(private.loader)))
+    assert all(p.grad is None for p in net.parameters()) and private.step == 5
+
+
+class Words(nn.Module):
+    """The mean of the vectors of all words, padding included."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.table(x.long()).mean(1))
+
+
+def padded(items):
+    return nn.utils.rnn.pad_sequence([a for a, _ in items], batch_first=True).float(), torch.tensor([b for _, b in items])
+
+
+def as_named(items):
+    x, y = padded(items)
+    return {"x": x, "y": y}
+
+
+def texts(longest):
+    draw = torch.Generator().manual_seed(1)
+    rows = [(torch.randint(1, 20, (int(torch.randint(3, 9, (1,), generator=draw)),), generator=draw), i % 2) for i in range(ROWS)]
+    rows[0] = (torch.ones(longest, dtype=torch.long), 0)
+    return rows
+
+
+@pytest.mark.parametrize("case", ["engine", "one-by-one", "named", "taken apart"])
+def test_a_long_row_moves_the_sum_by_no_more_than_its_own_part_however_rows_are_collated(case, tmp_path):
+    """Padded to the longest row of its batch, every other text had another mean."""
+    losses = {"engine": "cross-entropy", "one-by-one": own_loss, "taken apart": own_loss}
+    loss = losses.get(case, lambda module, batch: nn.functional.cross_entropy(module(batch["x"]), batch["y"]))
+    sums = []
+    for longest in (5, 200):
+        torch.manual_seed(0)
+        net = Words()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader = DataLoader(texts(longest), batch_size=ROWS, collate_fn=as_named if case in ("named", "taken apart") else padded)
+        private = fv.make_private(
+            net, optimizer, loader, loss=loss, sigma=2.0, clip_bound=0.5, steps=5, out=tmp_path / str(longest), sampling="full",
+            seed=0,
+        )
+        (batch,) = private.loader
+        given = (batch,) if case == "named" else tuple(batch.values()) if case == "taken apart" else batch
+        private.backward(*given)
+        sums.append(gradient(private) * ROWS)  # the same noise twice
+        assert any("collate" in note for note in private.notes)
+    assert 0 < np.linalg.norm(sums[0] - sums[1]) <= 2 * 0.5 * (1 + 1e-5)
+
+
+def test_a_collate_function_that_writes_to_its_rows_does_not_carry_one_to_another_in_the_next_step(tmp_path):
+    def in_place(items):
+        longest = max(len(words) for words, _ in items)
+        for words, _ in items:
+            words.extend([0] * (longest - len(words)))
+        return torch.tensor([words for words, _ in items]).float(), torch.tensor([label for _, label in items])
+
+    sums = []
+    for longest in (5, 200):
+        torch.manual_seed(0)
+        net = Words()
+        rows = [(words.tolist(), label) for words, label in texts(longest)]
+        loader = DataLoader(rows, batch_size=ROWS, collate_fn=in_place)
+        private = fv.make_private(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), loader, loss=own_loss, sigma=2.0, clip_bound=0.5, steps=5,
+            out=tmp_path / str(longest), sampling="full", seed=0,
+        )  # fmt: skip
+        for _ in range(2):
+            (batch,) = private.loader
+            private.backward(*batch)
+            private._used()  # as after a step that moved nothing
+        sums.append(gradient(private) * ROWS)
+    assert 0 < np.linalg.norm(sums[0] - sums[1]) <= 2 * 0.5 * (1 + 1e-5)
+
+
+class Kinds(torch.utils.data.Dataset):
+    """The first row's kind of number decides what torch makes of a column of numbers."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        return (self.first if row == 0 else 2**24 + 1), row % 2
+
+
+def test_the_kind_of_number_of_one_row_does_not_change_another(tmp_path):
+    seen = []
+    for first in (1, 0.5):
+        net = nn.Linear(1, 2)
+        kinds = []
+
+        def loss(module, batch, kinds=kinds):
+            kinds.append(batch[0].dtype)
+            return nn.functional.cross_entropy(module(batch[0].float().view(-1, 1)), batch[1])
+
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader = DataLoader(Kinds(first), batch_size=ROWS)
+        out = tmp_path / str(first)
+        private = fv.make_private(net, optimizer, loader, loss=loss, sigma=2.0, steps=5, out=out, sampling="full")
+        (batch,) = private.loader
+        kinds.clear()
+        private.backward(*batch)
+        seen.append([kind for kind in kinds[:ROWS] if kind != torch.float64])
+        assert any("Kinds" in note for note in private.notes)
+    assert seen[0] == [torch.int64] * ROWS and seen[1] == [torch.int64] * (ROWS - 1)
+
+
+def test_masks_of_dropout_are_chance_and_differ_between_steps(tmp_path):
+    """By place in the batch and known to everyone, they would turn all examples after one that is left out."""
+    net = nn.Sequential(nn.Linear(COLUMNS, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    private = fv.make_private(
+        net, optimizer, DataLoader(data(), batch_size=ROWS), sigma=2.0, steps=5, out=tmp_path / "a", sampling="full"
+    )
+    rows = Rows(ROWS, tuple(data().tensors))
+    one, again = (private._clipped(rows, private._now(number))[0] for number in (0, 1))
+    assert np.linalg.norm(one - again) > 0.1
+
+
+def test_what_rests_on_the_users_own_code_is_in_the_ledger(tmp_path):
+    plain = made(tmp_path, name="a")
+    own = made(tmp_path, name="b", loss=own_loss)
+    assert plain.notes == () and "own_loss" in own.notes[0]
+    own.close()
+    assert Ledger.read(tmp_path / "b" / "ledger.jsonl").header.assumes == own.notes
+
+
+@pytest.mark.parametrize("where", ["loss", "dataset"])
+@pytest.mark.parametrize("steps", [4, None])
+def test_a_step_that_fails_over_its_rows_is_charged_with_all_that_it_leaves_out(where, steps, tmp_path):
+    """How it failed may follow from them, and so does where the loop ends."""
+    first, labels = data().tensors
+    first[3] = 7.0
+
+    class Rows_(torch.utils.data.Dataset):
+        def __len__(self):
+            return ROWS
+
+        def __getitem__(self, row):
+            if where == "dataset" and row == 3 and broken:
+                raise ValueError("this row cannot be read")
+            return first[row], labels[row]
+
+    def loss(module, batch):
+        if where == "loss" and bool((batch[0] == 7.0).all()):
+            raise ValueError("this row cannot be read")
+        return own_loss(module, batch)
+
+    broken = True
+    net = nn.Linear(COLUMNS, CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(Rows_(), batch_size=ROWS)
+    settings = {"sigma": 2.0, "steps": steps, "sampling": "full", "loss": loss}
+    private = fv.make_private(net, optimizer, loader, out=tmp_path / "a", **settings)
+    with pytest.raises(ValueError, match="cannot be read"):
+        private.backward(*next(iter(private.loader)))
+    assert private.step == (steps or 1) and bool(private.stopped) == (steps is not None)
+    assert all(p.grad is None for p in net.parameters())
+    first[3], broken = 1.0, False
+    whole = fv.make_private(net, optimizer, loader, out=tmp_path / "b", **settings)
+    for batch in (batch for _ in range(steps or 1) for batch in whole.loader):
+        whole.backward(*batch)
+        whole._used()
+    assert private.epsilon() == whole.epsilon()
 
 
 def loop_with(noise, tmp_path):

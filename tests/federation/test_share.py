@@ -1,13 +1,14 @@
 """The shareable copy holds nothing private: looked for in every byte of it."""
 
 import json
+import re
 
 import pytest
 
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run
-from fedveil.federation.share import share
+from fedveil.federation.share import share, shareable
 from fedveil.federation.store import open_run
 
 SMALL = ["dataset=cancer", "rounds=2", "batch_size=4", "report=false", "seed=918273645", "learning_rate=0.01"]
@@ -52,3 +53,15 @@ def test_a_model_goes_along_where_the_public_row_holds_or_its_owner_says_so(tmp_
     assert "model.safetensors" in share(plain, tmp_path / "c", model=True)["files"]
     with pytest.raises(UserError, match="not empty"):
         share(plain, tmp_path / "c")
+
+
+def test_no_reason_in_the_copy_says_which_clients_it_is_about(tmp_path):
+    """Two of four clients take part without protection: the copy says how many they are, the run's owner reads who."""
+    ours = made(tmp_path, "udp-fl", "clients=4", "client_epsilons=[1.0, inf]", "local_steps=2")
+    said = "for clients 0, 2 alone, nothing is counted of clients 1, 3"
+    assert said in (tmp_path / "run" / "result.json").read_text()
+    for name, content in shareable(ours).items():
+        text = content.decode()
+        assert not re.search(r"clients? \d", text), name
+        told = "for 2 clients alone, nothing is counted of 2 clients (" in text
+        assert told == name.endswith(("ledger.json", "result.json"))

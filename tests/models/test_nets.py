@@ -156,6 +156,40 @@ class Buffered(nn.Linear):
         return super().forward(x)
 
 
+class Peak(nn.Linear):
+    """Divides by the largest value seen so far, which begins at 1; kept where `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__(3, 2)
+        self.kind = kind
+        if kind == "attribute":
+            self.peak = 1.0
+        else:
+            self.register_buffer("peak", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            largest = max(float(self.peak), float(x.abs().max()))
+            if self.kind == "attribute":
+                self.peak = largest
+            elif self.kind == "data":  # torch counts no version of what goes this way
+                self.peak.data.fill_(largest)
+            else:
+                self.peak.fill_(largest)
+        return super().forward(x / self.peak)
+
+
+def forced():
+    """Every look-up shrinks a row of the weights, which the examples after it see."""
+    table = nn.Embedding(3, 2, max_norm=0.1)
+    return nn.Sequential(Words(), table, nn.Flatten(), nn.Linear(6, 2))
+
+
+class Words(nn.Module):
+    def forward(self, x):
+        return (x.abs() > 0.5).long()
+
+
 def frozen():
     return nn.Linear(3, 2).requires_grad_(False)
 
@@ -174,7 +208,10 @@ def frozen():
         (nn.LSTM(3, 2), "batch_first=True"),
         (nn.RNN(3, 2), "use nn.LSTM or nn.GRU"),
         (nn.Sequential(nn.LazyLinear(2)), "has no weights yet"),
-        (Buffered(), "changes the buffer 'count'"),
+        (Buffered(), "changes a buffer of the module, 'count'"),
+        (Peak("buffer"), "changes a buffer of the module, 'peak'"),
+        (Peak("attribute"), "something else after others have passed"),
+        (forced(), "changes a weight of the module, '1.weight'"),
         (frozen(), "nothing to train"),
         (nn.Linear(3, 2).double(), "must be float32"),
         (nn.Sequential(nn.ReLU()), "no parameters"),
@@ -187,6 +224,12 @@ def frozen():
 def test_modules_that_break_the_promise_are_refused_with_reason_and_fix(module, message):
     with pytest.raises(UserError, match=message):
         check_model(module, (3,), 2, name="mine")
+
+
+def test_a_buffer_that_only_large_examples_change_is_found_by_company_of_all_sizes():
+    """Written to behind torch's counter, and only by what no example of usual size reaches."""
+    with pytest.raises(UserError, match="changes a buffer of the module, 'peak'"):
+        check_model(Peak("data"), (3,), 2)
 
 
 def test_switched_off_dropout_and_plain_modules_pass():

@@ -434,3 +434,41 @@ def test_the_rule_of_a_resilient_start_stands_in_a_private_report_only(tmp_path:
     private = text_of(page([tmp_path / "run"], tmp_path, private=True))
     assert "the rule asks for σ₀" in private and "it was 5: not met" in private
     assert "resilient start" not in text_of(page([tmp_path / "run"], tmp_path))
+
+
+def test_rows_of_ones_own_are_not_public_whatever_they_are_called(made: dict[str, Path], tmp_path: Path) -> None:
+    """A run that reads a built-in dataset says that attacks on its rows may be shown; what rows are called says nothing."""
+    assert gather(made["sound"]).public_data and not gather(made["own"]).public_data
+    rng = np.random.default_rng(0)
+    x, y = rng.random((60, 4), np.float32), np.arange(60) % 2
+    own = fv.dataset(x, y, x[:20], y[:20], name="cancer")
+    settings = {"clients": 2, "partition": "iid", "local_steps": 2, "report": False}
+    fv.run("fed-cdp", data=own, out=tmp_path / "own", rounds=1, **settings)
+    fit = fv.fit(own, epsilon=8, clients=2, out=tmp_path / "fit", settings={"rounds": 1})
+    assert not gather(tmp_path / "own").public_data and not gather(tmp_path / "fit").public_data
+    assert next(iter(fit.state_dict().values())).shape[1] <= 5  # trained on the rows that were given
+    facts = json.loads((tmp_path / "own" / "run.json").read_text())
+    del facts["public_data"]  # as older runs are
+    (tmp_path / "own" / "run.json").write_text(json.dumps(facts))
+    assert not gather(tmp_path / "own").public_data
+
+
+def test_a_run_on_public_rows_that_is_continued_on_given_ones_is_public_no_more(tmp_path: Path) -> None:
+    def stop(facts: object) -> None:
+        raise KeyboardInterrupt
+
+    small = ["dataset=cancer", "rounds=2", "local_steps=1", "clients=2", "checkpoint_every=1", "report=false"]
+    config = load_config("fed-cdp", small)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(config, tmp_path / "run", on_round=stop)
+    assert gather(tmp_path / "run").public_data
+    fv.resume(tmp_path / "run", data=fv.load("cancer"))
+    assert not gather(tmp_path / "run").public_data
+
+
+def test_a_report_says_of_how_many_clients_a_row_speaks_and_only_a_private_one_of_which(tmp_path: Path) -> None:
+    small = ["dataset=digits", "rounds=1", "local_steps=2", "clients=4", "report=false", "client_epsilons=[1.0, inf]"]
+    simulate(load_config("udp-fl", small), tmp_path / "run")
+    shown, private = (text_of(page([tmp_path / "run"], tmp_path, private)) for private in (False, True))
+    assert "for 2 clients alone, nothing is counted of 2 clients" in shown and "for clients 0, 2 alone" not in shown
+    assert "for clients 0, 2 alone, nothing is counted of clients 1, 3" in private

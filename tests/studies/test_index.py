@@ -10,7 +10,7 @@ from fedveil.protect.catalogue import get
 from fedveil.studies import cells, jobs, runner, settings
 from fedveil.studies.build import exposed
 from fedveil.studies.index import catalogue, find
-from fedveil.studies.reasons import REASONS
+from fedveil.studies.reasons import REASONS, explain
 from fedveil.studies.runner import SMALL_BUDGET, plan
 
 KEPT = runner.finished(Path(__file__).parents[2] / "docs" / "reproduction")
@@ -358,7 +358,7 @@ def test_the_settings_of_p5s_cifar10_are_the_planners():
 
 
 def test_p5s_runs_by_clients_and_rate_have_the_same_runs_without_noise():
-    cells = catalogue()["p5-fig3"].cells
+    cells = [cell for cell in catalogue()["p5-fig3"].cells if cell.measure == "accuracy"]
     plain = {(cell.row, cell.column): cell.job for cell in cells if "without noise" in cell.row}
     noised = [cell for cell in cells if "without noise" not in cell.row]
     assert len(plain) == len(noised) == 16
@@ -380,11 +380,11 @@ def test_p5s_runs_by_clients_have_the_rates_that_were_chosen_for_so_many_on_set_
             noised = cell.job.recipe == "udp-fl-staircase"
             rates.setdefault((cell.job.dataset, one["clients"]), {})[noised] = one["learning_rate"]
         else:
-            assert one["learning_rate"] in (settings.UDP_RATE, settings.PLAIN_MOST)
+            assert one["learning_rate"] in (settings.UDP_RATE, *settings.PLAIN_MOST.values())
     assert {which: (found[True], found[False]) for which, found in rates.items()} == settings.RATES_BY_CLIENTS
     longest = {d: max(r for (of, _), (r, _) in settings.RATES_BY_CLIENTS.items() if of == d) for d in ("mnist", "medical_mnist")}
     assert all(rate < settings.UDP[d]["learning_rate"] for d, rate in longest.items())
-    assert all(plain <= settings.PLAIN_MOST for _, plain in settings.RATES_BY_CLIENTS.values())
+    assert all(plain <= max(settings.PLAIN_MOST.values()) for _, plain in settings.RATES_BY_CLIENTS.values())
 
 
 def test_p5s_row_with_the_authors_optimiser_is_none_of_the_mechanisms_rows():
@@ -420,6 +420,12 @@ def test_the_shipped_configurations_of_p5_are_the_settings_of_its_study(name, da
     found, wanted = decisive(shipped), decisive(studied)
     recipes = [one.built_recipe() for one in (shipped, studied)]
     assert {**found, "protect": None} == {**wanted, "protect": None} and recipes[0] == recipes[1]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("ldp-fl-mnist", 60000), ("ldp-fl-fashion-mnist", 60000), ("ldp-fl-cifar10", 40000)])
+def test_the_shipped_configurations_of_p4_are_one_local_epoch_of_what_a_client_has(name, rows):
+    config = load_config(name)
+    assert config.local_steps * config.batch_size * config.clients == rows
 
 
 @pytest.mark.parametrize(("dataset", "batch"), [("cifar10", 500), ("lfw", 22), ("location30", 100), ("mnist", 600)])
@@ -466,6 +472,39 @@ def test_what_our_runs_have_otherwise_than_the_paper_is_said_where_it_applies():
                 assert ("mildest" in cell.why) != bare, cell
 
 
+def shown(cell):
+    """The reasons of a cell as a page has them."""
+    return " ".join(explain(cell.why, cell.job))
+
+
+def test_a_reason_has_the_rate_and_the_epochs_of_the_run_that_it_is_printed_beside():
+    """P5 Fig. 3 has a rate for each number of clients; P4 plays other local epochs than five, too."""
+    for table in ("p5-fig1", "p5-fig3", "p5-fig5", "p5-table8", "p5-table9"):
+        for cell in (c for c in catalogue()[table].cells if "udp-optimiser" in c.why):
+            run = cell.job.train if isinstance(cell.job, cells.Inference) else cell.job
+            assert f"here at a rate of {dict(run.settings)['learning_rate']:g}" in shown(cell), cell
+            assert ("no clip" in shown(cell)) == (run.recipe == "non-private"), cell
+    rates = {shown(c).partition("here at a rate of ")[2][:3] for c in catalogue()["p5-fig3"].cells if "by clients" in c.row}
+    assert len(rates) > 2
+    rows = {"mnist": 60000, "fashion_mnist": 60000, "cifar10": 40000}
+    for cell in (c for table in ("p4-table1", "p4-fig3", "p4-fig4", "p4-fig5") for c in catalogue()[table].cells):
+        s = dict(cell.job.settings)
+        epochs = s["local_steps"] * s["batch_size"] * s["clients"] / rows[cell.job.dataset]
+        assert epochs == (20 if "20 local epochs" in cell.row else 5), cell
+        assert f"E = {epochs:g} local epochs" in shown(cell) or "ldp-model" not in cell.why, cell
+        assert ("inputs are standardised" in shown(cell)) == (cell.job.dataset == "fashion_mnist"), cell
+        assert ("first ranges are those" in shown(cell)) == (s.get("prior") == "model"), cell
+    assert {c.why for c in catalogue()["p4-fig5"].cells if "without noise" in c.row} != {("no-numbers",)}
+
+
+def test_what_is_known_of_adaclip_on_a_dataset_is_said_of_that_dataset():
+    for table in ("p2-table11", "p3-table10"):
+        for cell in (c for c in catalogue()[table].cells if c.row.startswith("adaclip, accuracy")):
+            central = table == "p2-table11"
+            assert ("Cancer" in shown(cell)) == (not central), cell
+            assert ("row with hardly any noise" in shown(cell)) == (central and cell.column == "mnist"), cell
+
+
 def test_an_accuracy_beside_a_printed_epsilon_says_where_the_runs_own_is_another_one():
     """By hand: rows of a step over the distinct rows that there are; the papers' own accountant at sigma = 6."""
     from fedveil.privacy.papers import table_epsilon
@@ -488,7 +527,7 @@ def test_an_accuracy_beside_a_printed_epsilon_says_where_the_runs_own_is_another
 
 def test_the_row_of_what_a_bound_does_alone_clips_each_example_as_the_rows_below_it():
     """A recipe that sends plain updates takes `clip.kind` too, but for its updates: it trains the very model of the row above."""
-    found = [cell for cell in catalogue()["p2-table4"].cells if "hardly any noise" in cell.row]
+    found = [cell for cell in catalogue()["p2-table4"].cells if "hardly any noise" in cell.row and cell.column == "C=4"]
     assert len(found) == 5
     for cell in found:
         dataset = cell.row.split(",")[0]

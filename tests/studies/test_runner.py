@@ -194,6 +194,49 @@ def test_a_timing_is_taken_in_turns_with_the_same_steps_without_protection(monke
     found = jobs.execute(Time("fed-cdp", "cancer", TINY, iterations=4), 0, None)
     assert found["seconds"] == pytest.approx(3) and found["over_plain"] == pytest.approx(3)
     assert turns == [True, False] * 12
+    assert len(found["load"]) == 2 and found["cores"] >= 1
+
+
+def test_a_page_of_times_says_what_is_known_of_the_machines_load():
+    times = [Time(recipe, "cancer", TINY) for recipe in ("fed-cdp", "fed-sdp")]
+    cells = tuple(Cell(job.recipe, "x", 0.1, job, "seconds") for job in times)
+    chosen = runner.plan(Entry("p9-table1", "Test", cells), "paper")
+
+    def said(*loads):
+        done = {key_of(job, 0): {"result": {"seconds": 0.1, **({"load": load, "cores": 2} if load else {})}}
+                for job, load in zip(times, loads, strict=True)}  # fmt: skip
+        (line,) = [one for one in render.markdown(chosen, runner.rows(chosen, done), "fedveil", {}, done).splitlines()
+                   if one.startswith("Load of the machine")]  # fmt: skip
+        return line.partition("taken: ")[2]
+
+    assert said(None, None) == "not recorded for 2 of 2 timings."
+    assert said([0.5, 1.2], [1.0, 3.0]) == "0.5 to 3 processes on 2 cores, the timed one among them."
+    assert said([0.5, 1.2], None).endswith("; not recorded for 1 of 2 timings.")
+
+
+def test_an_attack_names_the_noise_of_what_it_attacks_also_where_it_was_kept_without(tmp_path):
+    example = {"noise_on": "example", "sampling": "fixed"}
+    attacks = [Attack("non-private", "digits"), Attack("fed-cdp", "digits", settings=changes(example))]
+    attacks.append(Attack("fed-sdp", "digits"))
+    cells = tuple(Cell(str(n), "x", None, one, "ssim") for n, one in enumerate(attacks))
+    chosen = runner.plan(Entry("p9-fig1", "Test", cells), "paper")
+    old = {key_of(job, 0): {"result": {"ssim": 0.1}} for job in attacks}
+    assert [row.law for row in runner.rows(chosen, old)] == ["none", *["exact (by its settings)"] * 2]
+    page = render.markdown(chosen, runner.rows(chosen, old), "fedveil", {})
+    assert "\nNoise: exact and none (of attacks by their settings, not recorded).\n" in page
+    new = {key: {"result": {"ssim": 0.1, "noise_law": "float"}} for key in old}
+    assert [row.law for row in runner.rows(chosen, new)] == ["float"] * 3
+    leak = {"victims": 2, "batch": 1, "iterations": 3, "model": "cpl-lenet"}
+    assert jobs.execute(Attack("fed-cdp", "digits", **leak), 0, tmp_path)["noise_law"] == "exact"
+
+
+def test_seeds_that_drew_different_noise_are_told_apart():
+    run = Train("dp-baseline", "cancer", TINY)
+    chosen = runner.plan(Entry("p9-table1", "Test", (Cell("a", "x", 0.9, run, "accuracy"),)), "paper", seeds=3)
+    done = {key_of(run, seed): {"settings": {"seed": seed}, "result": {"accuracy": 0.9, "noise_law": law, "rounds": 4}}
+            for seed, law in enumerate(("float", "exact", "exact"))}  # fmt: skip
+    page = render.markdown(chosen, runner.rows(chosen, done), "fedveil", {})
+    assert "\nNoise: a: float (seed 0), exact (seeds 1, 2).\n" in page
 
 
 def test_a_fixed_variance_over_the_largest_clipped_norm_is_what_each_step_is_counted_with():
@@ -450,6 +493,33 @@ def test_a_shrunk_run_brings_its_control_and_shows_nothing_if_that_does_not_lear
     )
     (unknown,) = runner.rows(chosen, {key_of(planned.job, 0): {"result": {"accuracy": 0.6}}})
     assert unknown.ours is None and "not finished" in unknown.why[0]
+
+
+def test_at_full_scale_too_nothing_is_judged_by_runs_whose_run_without_noise_does_not_learn():
+    """The number stays, without a difference; the run without noise itself is compared with its print, which it misses."""
+    plain = Train("non-private", "cancer", TINY)
+    noised = Train("fed-cdp", "cancer", changes(dict(TINY), **{"clip.bound": 1.0}))
+    shorter = Train("fed-cdp", "cancer", changes(dict(TINY), rounds=3, **{"clip.bound": 1.0}))
+    attacked = Inference("outputs", plain)
+    cells = (Cell("none", "x", 0.993, plain, "accuracy"), Cell("noised", "x", 0.9, noised, "accuracy"),
+             Cell("shorter", "x", 0.9, shorter, "accuracy"), Cell("attacked", "x", 0.6, attacked, "mse"),
+             Cell("control", "x", None, attacked, "mse"))  # fmt: skip
+    chosen = runner.plan(Entry("p1-table1", "Test", cells), "paper")
+
+    def rows(reached):
+        done = {key_of(cell.job, 0): {"result": {"accuracy": 0.6, "mse": 0.6}} for cell in cells}
+        return runner.rows(chosen, done | {key_of(plain, 0): {"result": {"accuracy": reached}}})
+
+    lost = rows(0.7)
+    assert [row.judged for row in lost] == [True, False, False, False, True] and all(row.ours for row in lost)
+    assert lost[0].difference == pytest.approx(-0.293)
+    for row in lost[1:4]:
+        assert (row.difference, row.matches, row.ours) == (None, None, 0.6)
+        assert row.why[0] == "not judged: the run without noise reaches 0.700, the paper's 0.993"
+    page = render.markdown(chosen, lost, "fedveil", {})
+    assert "| noised | x | 0.900 | 0.600 | not judged | [1] |" in page and "0 of 1 compared numbers come out" in page
+    assert "; 3 are not judged, for the run without noise does not come near the paper's." in page
+    assert all(row.judged for row in rows(0.95))
 
 
 def test_the_page_of_what_is_finished_shows_just_that_and_runs_nothing(tmp_path, counted):

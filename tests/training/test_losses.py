@@ -92,6 +92,10 @@ def test_one_step_of_every_engine_is_the_references(engine, loss, clip):
     case = cases(loss)
     what = plan(1, loss=loss, clip=clip, noise="none" if clip == "none" else "gaussian")
     work = works(case, 3, 1, poisson=True)
+    if engine is graph and loss == CLASSES[3]:  # by the value of a number: no trace follows it
+        with pytest.raises(UserError, match="cannot be written down"):
+            train(engine, case, work, what)
+        return
     found, wanted = (train(e, case, work, what) for e in (engine, reference))
     assert np.abs(found.delta - wanted.delta).max() < 1e-5 and np.abs(wanted.delta).max() > 1e-3
     assert np.allclose(found.loss, wanted.loss, atol=1e-5) and np.allclose(found.norm_mean, wanted.norm_mean, atol=1e-5)

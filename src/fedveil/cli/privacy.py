@@ -371,7 +371,7 @@ def ledger(
         relations = sorted({row.relation for row in rows if row.relation})
         title = f"{path} · {book.rounds} rounds" + (" · simulated" if book.header.simulated else "")
         extra = [f"Neighbours: {', '.join(relations)}."] if relations else []
-        extra += [f"{note[:1].upper()}{note[1:]}." for note in book.header.public]
+        extra += [f"{note[:1].upper()}{note[1:]}." for note in (*book.header.public, *book.header.assumes)]
         if book.torn_bytes:
             extra.append(
                 f"The last write was interrupted ({book.torn_bytes} bytes); nothing was released with it."

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedveil.data.frames import Table, numbers, read, words
+from fedveil.data.frames import Table, numbers, read, respelled, retyped, words
 from fedveil.data.identifiers import is_identifier, learnt_from
 from fedveil.data.rows import Dataset, Task, split_rows
 from fedveil.data.text import encode as encode_texts
@@ -26,7 +26,7 @@ from fedveil.errors import UserError, did_you_mean
 PLACES = 256  # words of a column fall into so many public places
 FREE_PLACES = 8  # where nobody pays to see which of them are in use
 MOST_CLASSES = 100
-Kind = Literal["number", "words", "left out"]
+Kind = Literal["number", "words", "free", "left out"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class Columns:
     file. task: classification or regression. classes: the target's values. ranges: (low, high) of number columns, also of the
     target. categories: the words of word columns. missing: declared columns that may lack values and get a mark for it.
     scaling: what to do about columns without ranges or categories: "paid" looks at all rows once, under noise, for a share of
-    the budget; "free" hashes words and leaves numbers as they are. share: of the budget's square, 0 for a share that fits.
-    knots: hat functions per number column (1: the number itself; 0: the planner's choice).
+    the budget; "free" takes each cell as it is, whatever the others of its column are: a number, or a hashed word. share: of
+    the budget's square, 0 for a share that fits. knots: hat functions per number column (1: the number itself; 0: the planner's
+    choice).
     """
 
     target: str
@@ -90,8 +91,9 @@ class Scale:
     @property
     def width(self) -> int:
         """Numbers that this column becomes."""
-        own = {"number": len(self.knots) or 1, "words": len(self.words) or len(self.places), "left out": 0}[self.kind]
-        return own + (self.mark and self.kind == "number")
+        words = len(self.words) or len(self.places)
+        own = {"number": len(self.knots) or 1, "words": words, "free": 1 + FREE_PLACES, "left out": 0}[self.kind]
+        return own + (self.mark and self.kind in ("number", "free"))
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def sheet_of(source: Any, columns: Columns, seed: int) -> Sheet:
     if not isinstance(table, Table):
         raise UserError(f"{table.name}: these are images or arrays, not a table with named columns.")
     check_names(table, columns)
+    columns = columns if table.written else _respelled(columns, table.name)
     features = columns.features(table)
     if not features:
         raise UserError(f"{table.name}: no feature columns are left beside the target (dropped: "
@@ -218,6 +221,12 @@ def sheet_of(source: Any, columns: Columns, seed: int) -> Sheet:
         present, groups = np.unique(numbered[train], return_inverse=True)
         names = tuple(str(found[p]) for p in present)
     return Sheet(table, columns, train, tested, test, groups, names)
+
+
+def _respelled(columns: Columns, where: str) -> Columns:
+    """Declared words as the cells of a frame are spelled: 1.0 is 1 there."""
+    categories = {c: respelled(w, f"{where}: categories of '{c}'") for c, w in columns.categories.items()}
+    return replace(columns, classes=respelled(columns.classes, f"{where}: classes"), categories=categories)
 
 
 def check_names(table: Table, columns: Columns) -> None:
@@ -275,6 +284,7 @@ def _parts(table: Table, columns: Columns, seed: int) -> tuple[Table, np.ndarray
         lacking = [c for c in (columns.target, *columns.features(table)) if c not in other.columns]
         if lacking:
             raise UserError(f"{columns.test}: the test rows have no column '{lacking[0]}'.")
+        other = retyped(other) if other.written and not table.written else other
         return other, np.arange(len(table)), np.arange(len(other))
     held = round(columns.test * len(table))
     if not 0 < held < len(table):
@@ -296,9 +306,9 @@ def declared(sheet: Sheet, column: str, knots: int) -> Scale:
         return Scale(column, "number", low, high, even_knots(low, high, knots), mark=column in columns.missing)
     if column in columns.categories:
         return Scale(column, "words", words=columns.categories[column])
-    if sheet.table.columns[column].dtype.kind == "f":
-        return Scale(column, "number", mark=column in columns.missing, how="as given: numbers outside -1 to 1 are cut")
-    return Scale(column, "words", places=tuple(range(FREE_PLACES)), how=f"hashed to {FREE_PLACES} public places")
+    # Not by what the column holds: one row would decide for all of them, and for the model's width.
+    how = f"as given: numbers outside -1 to 1 are cut, words hashed to {FREE_PLACES} public places"
+    return Scale(column, "free", mark=column in columns.missing, how=how)
 
 
 def even_knots(low: float, high: float, knots: int) -> tuple[float, ...]:
@@ -393,6 +403,8 @@ def _column(cells: np.ndarray, scale: Scale) -> np.ndarray:
         count = FREE_PLACES if scale.how.startswith("hashed") else PLACES
         present = words(cells) != ""
         return (place_of(words(cells), count)[:, None] == np.array(scale.places)[None]) & present[:, None]
+    if scale.kind == "free":
+        return _free(cells, scale.mark)
     values = numbers(cells)
     gone = np.isnan(values)
     cut = np.clip(np.where(gone, scale.low, values), scale.low, scale.high)
@@ -402,6 +414,15 @@ def _column(cells: np.ndarray, scale: Scale) -> np.ndarray:
         out = ((cut - scale.low) * (2.0 / (scale.high - scale.low)) - 1.0)[:, None]
     out = np.where(gone[:, None], 0.0, out)  # a missing value says nothing
     return np.concatenate([out, gone[:, None]], axis=1) if scale.mark else out
+
+
+def _free(cells: np.ndarray, mark: bool) -> np.ndarray:
+    """Each cell as a number of its own, and as a hashed word where it is none."""
+    values, said = numbers(cells), words(cells)
+    number = np.nan_to_num(np.clip(values, -1.0, 1.0))
+    word = np.isnan(values) & (said != "")
+    places = (place_of(said, FREE_PLACES)[:, None] == np.arange(FREE_PLACES)) & word[:, None]
+    return np.concatenate([number[:, None], places, *([(said == "")[:, None]] if mark else [])], axis=1)
 
 
 def _hats(values: np.ndarray, knots: np.ndarray) -> np.ndarray:

@@ -14,9 +14,9 @@ from fedveil.data.frames import Table, numbers, words
 from fedveil.data.identifiers import is_identifier
 from fedveil.jsons import JsonObject
 
-PAY = "range and gaps would be private: declare them (--ranges), or the run pays for a noised look"
+PAY = "range and gaps are private: declare what can be measured, not what is seen (--ranges), or the run pays for a noised look"
 BY_NAME = "drop: it looks like an identifier by its name (`fedveil fit` leaves it out; --keep {name} keeps it)"
-SAY = "which words occur would be private: declare them (--categories), or the run pays for a noised look"
+SAY = "which words occur is private: declare those that the schema allows (--categories), or the run pays for a noised look"
 
 CONSTANT = "check: every row has the same value, so there is nothing to learn"
 LOST = "are read as words, of which hardly any would be learnt from; write"

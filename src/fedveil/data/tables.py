@@ -134,9 +134,10 @@ def from_arrays(
     """A checked Dataset from plain arrays.
 
     Images are [n, channels, h, w]; images of type uint8 are divided by 255. Without test arrays a seeded
-    fraction `test` of the rows is held out. Labels that are whole numbers mean classification unless
-    `task` says otherwise. classes: how many there are, a public number; without it the labels are counted, and unless the
-    (public) test rows show as many, a note says that private rows decided.
+    fraction `test` of the rows is held out. Where the labels of the (public) test rows are whole numbers the task is
+    classification, unless `task` says otherwise; no training label has a say in it. classes: how many there are,
+    a public number; without it the labels are counted, and unless the test rows show as many, a note says that private rows
+    decided.
     """
     where = where or name
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
@@ -147,7 +148,7 @@ def from_arrays(
     if groups is not None:
         groups = np.asarray(groups)
         _same_length(where, x=x, groups=groups)
-    task = task or ("regression" if not _whole(y) else "classification")
+    task = task or ("classification" if _whole(_public_labels(y, y_test, test, seed)) else "regression")
     if task not in ("classification", "regression"):
         raise UserError(f"{where}: task = '{task}' is unknown; use 'classification' or 'regression'.")
     given, classes = classes, None
@@ -454,6 +455,14 @@ def _same_length(where: str, **arrays: np.ndarray) -> None:
         raise UserError(f"{where}: '{a}' has {len(first)} rows but '{b}' has {len(second)}.")
 
 
+def _public_labels(y: np.ndarray, y_test: np.ndarray | None, test: float, seed: int) -> np.ndarray:
+    """The labels of the test rows, given or still to be held out: they alone may decide what every run would show."""
+    if y_test is not None:
+        return y_test
+    held = round(test * len(y))
+    return y[split_rows(len(y), len(y) - held, seed)[1]] if 0 < held < len(y) else y  # `_held_out` refuses such a split
+
+
 def _whole(y: np.ndarray) -> bool:
     return y.dtype.kind in "iu" or bool(np.all(y == np.round(y)))
 
@@ -463,7 +472,8 @@ def _classes(y: np.ndarray, where: str) -> int:
     if not _whole(y):
         row = int(np.flatnonzero(y != np.round(y))[0])
         raise UserError(
-            f"{where}: label {y[row]} in row {row} is no whole number; use task = 'regression' for these."
+            f"{where}: label {y[row]} in row {row} is no whole number; use task = 'regression' for these (the labels of the test "
+            "rows alone decide where no task is given)."
         )
     present = np.unique(y)
     if present[0] < 0:

@@ -89,7 +89,7 @@ def choose(
     if table and not built_in:
         raise UserError(f"{own.name}: options of columns ({', '.join(table)}) are for tables with named columns.")
     delta = usual_delta(len(own)) if delta is None else delta
-    return _arrays(own, named, epsilon, delta, observer, clients, seed, settings)
+    return _arrays(own, built_in, named, epsilon, delta, observer, clients, seed, settings)
 
 
 def usual_delta(rows: int) -> float:
@@ -172,10 +172,9 @@ def _plain(table: Mapping[str, object]) -> JsonObject:
 
 
 def _arrays(
-    own: Dataset, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
+    own: Dataset, built_in: bool, named: JsonObject, epsilon: float, delta: float, observer: str, clients: int | None, seed: int,
     settings: dict[str, object],
 ) -> Chosen:  # fmt: skip
-    built_in = own.name in CATALOGUE and named.get("dataset") == own.name
     groups = len(np.unique(own.groups)) if own.groups is not None else 0
     sites = clients or groups or CLIENTS
     shape = _shape_of_arrays(own, built_in)
@@ -252,7 +251,10 @@ def _table_lines(
             f"{share:.0%} of the budget's square; declared ranges, categories and classes would cost nothing",
         ))  # fmt: skip
     elif columns.scaling == "free":
-        lines.append(("scaling", "free: undeclared words fall into public places, undeclared numbers are used as they are"))
+        lines.append((
+            "scaling",
+            "free: each undeclared cell alone is a number as it is, or a word in one of 8 public places (declare what you can)",
+        ))  # fmt: skip
     else:
         lines.append(("scaling", "public: every column is declared, nothing is looked at"))
     if not columns.text and knots > 1:

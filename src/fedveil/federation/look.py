@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from fedveil.jsons import Document, JsonObject
 from fedveil.keys import derive
 from fedveil.privacy.calibrate import calibrate
 from fedveil.privacy.events import Event, event_from_json, to_json
+from fedveil.privacy.ledger.entries import check_delta
 from fedveil.protect.tally import Tally, tally
 
 if TYPE_CHECKING:
@@ -73,11 +75,26 @@ class Paid:
 
 
 class LookedInVain(UserError):
-    """What was found cannot be used. `paid` has to be charged before anybody is told: the message follows from it."""
+    """What was found cannot be used. `paid` has to be charged before anybody is told: the message follows from it.
+
+    What went wrong first is the cause; it need not be a `UserError`."""
 
     def __init__(self, message: str, paid: tuple[Paid, ...]) -> None:
         super().__init__(message)
         self.paid = paid
+
+
+@contextmanager
+def after(paid: Sequence[Paid]) -> Iterator[None]:
+    """Whatever fails in the block may follow from the looks that were `paid` for by then: it is raised as `LookedInVain`."""
+    try:
+        yield
+    except LookedInVain:
+        raise
+    except Exception as wrong:
+        if not paid:
+            raise
+        raise LookedInVain(str(wrong), tuple(paid)) from wrong
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ def open_table(
     pays: the caller charges `Looked.paid`, or that of a `LookedInVain`, before anybody hears of it. Nobody else gets a look.
 
     Formal guarantee: nothing about the training rows is in the result's constants but what `Looked.paid` states. Nothing may
-    be shown before that is charged; whatever goes wrong after a look may follow from it and is `LookedInVain`.
+    be shown before that is charged; whatever goes wrong after a look, of any kind, may follow from it and is `LookedInVain`.
     """
     where = given.name if given is not None else config.dataset
     columns = columns_of(config.table, config.target, config.text, where)
@@ -160,11 +177,11 @@ def open_table(
     knots = columns.knots or 1
     found = config.looked
     if found is None and needs_look(sheet):
-        check_declared(sheet)
         if deployed or config.secure_sum:
             raise UserError(
                 f"{where}: a look at undeclared columns is made in one process, not among nodes: declare their ranges and "
-                "categories (`fedveil data check` writes them), or set table.scaling = \"free\""
+                "categories from what can be measured, not from the rows (what `fedveil data check` shows is private), or set "
+                "table.scaling = \"free\""
             )
         if not pays:
             raise UserError(
@@ -173,13 +190,9 @@ def open_table(
             )
         found = _bought(sheet, config, root, knots)
     looked = constants(sheet, knots, found)
-    try:
+    with after(looked.paid):
         rows = limit_rows(encode(sheet, looked.known, where.rpartition("/")[2]), config.limit, None, config.split_seed)
         return hold_out(rows, config.validation, config.split_seed), looked
-    except UserError as wrong:
-        if not looked.paid:
-            raise
-        raise LookedInVain(str(wrong), looked.paid) from None
 
 
 def _bought(sheet: Sheet, config: RunConfig, root: int | bytes, knots: int) -> Looked:
@@ -195,17 +208,21 @@ def _bought(sheet: Sheet, config: RunConfig, root: int | bytes, knots: int) -> L
     rows = Dataset(sheet.table.name, blank[:, None].astype(np.float32), blank, blank[:0, None], blank[:0], classes=1,
                    groups=sheet.groups, group_names=sheet.group_names)  # fmt: skip
     dealt = partition(rows, config.partition, config.clients, config.seed, **config.partition_options)
+    check_declared(sheet)
+    if not config.allow_large_delta:
+        check_delta(config.delta, len(sheet.train), "training rows")
     cost = price(
         len(needs_look(sheet)), len(sheet.train), dealt.clients, observer, config.target_epsilon, config.delta,
         sheet.columns.share,
     )  # fmt: skip
-    return look(sheet, [dealt.rows(c) for c in range(dealt.clients)], cost, observer, root, knots)
+    bought = look(sheet, [dealt.rows(c) for c in range(dealt.clients)], cost, observer, root, knots)
+    return Looked(with_knots(bought.known, knots), bought.paid)
 
 
 def constants(sheet: Sheet, knots: int, found: Looked | None) -> Looked:
-    """Declared constants where all are declared or nobody pays; else what the look found, with so many knots."""
+    """What was found, now or when the run was made: it stays as it was then. Else declared constants, with so many knots."""
     if found is not None:
-        return Looked(with_knots(found.known, knots), found.paid)
+        return found
     columns = sheet.columns
     scales = tuple(declared(sheet, c, knots) for c in columns.features(sheet.table)) if not columns.text else ()
     if columns.classes:
@@ -238,30 +255,29 @@ def look(sheet: Sheet, holders: Sequence[np.ndarray], cost: Price, observer: str
     seen = _count(sheet, asked, parts, first, derive(root, "look", 1), _coarse, MISSING + 1 + PLACES)
     labels = _labels(sheet, parts, first, derive(root, "look", 1)) if sheet.columns.target in asked else {}
     paid = [Paid("a noised look at kinds, magnitudes and classes", first.event(), _hash([seen, labels]))]
-    rough = {column: _rough(sheet, column, counts, spread, len(sheet.train)) for column, counts in seen.items()}
-    target = rough.pop(sheet.columns.target, None)
-    try:
+    with after(paid):
+        rough = {column: _rough(sheet, column, counts, spread, len(sheet.train)) for column, counts in seen.items()}
+        target = rough.pop(sheet.columns.target, None)
         task, classes, usual = _task(sheet, labels, target)
-    except UserError as wrong:
-        raise LookedInVain(str(wrong), tuple(paid)) from None
-    again = [c for c, scale in rough.items() if scale.kind == "number"]
-    again += [sheet.columns.target] if task == "regression" and target is not None else []
-    fine: dict[str, np.ndarray] = {}
-    if again:
-        second = tally(len(again), len(again) * FINE, cost.multiplier)
-        ends = rough if target is None else {**rough, sheet.columns.target: target}
-        fine = _count(sheet, again, parts, second, derive(root, "look", 2), lambda cells, c: _finely(cells, ends[c]), FINE)
-        spread = second.deviation * math.sqrt(len(parts))
-        paid.append(Paid("a noised look at ranges", second.event(), _hash([fine])))
-    scales = []
-    for column in [] if sheet.columns.text else sheet.columns.features(sheet.table):  # texts need no constants
-        scale = rough.get(column) or declared(sheet, column, knots)
-        scales.append(_sharp(scale, fine[column], spread, knots) if column in fine else scale)
-    low, high = sheet.columns.ranges.get(sheet.columns.target, (-1.0, 1.0))
-    if target is not None and sheet.columns.target in fine:
-        sharp = _sharp(target, fine[sheet.columns.target], spread, 1)
-        low, high = sharp.low, sharp.high
-    return Looked(Known(tuple(scales), task, classes, low, high, usual), tuple(paid))
+        again = [c for c, scale in rough.items() if scale.kind == "number"]
+        again += [sheet.columns.target] if task == "regression" and target is not None else []
+        fine: dict[str, np.ndarray] = {}
+        if again:
+            second = tally(len(again), len(again) * FINE, cost.multiplier)
+            ends = rough if target is None else {**rough, sheet.columns.target: target}
+            key = derive(root, "look", 2)
+            fine = _count(sheet, again, parts, second, key, lambda cells, c: _finely(cells, ends[c]), FINE)
+            spread = second.deviation * math.sqrt(len(parts))
+            paid.append(Paid("a noised look at ranges", second.event(), _hash([fine])))
+        scales = []
+        for column in [] if sheet.columns.text else sheet.columns.features(sheet.table):  # texts need no constants
+            scale = rough.get(column) or declared(sheet, column, knots)
+            scales.append(_sharp(scale, fine[column], spread, knots) if column in fine else scale)
+        low, high = sheet.columns.ranges.get(sheet.columns.target, (-1.0, 1.0))
+        if target is not None and sheet.columns.target in fine:
+            sharp = _sharp(target, fine[sheet.columns.target], spread, 1)
+            low, high = sharp.low, sharp.high
+        return Looked(Known(tuple(scales), task, classes, low, high, usual), tuple(paid))
 
 
 def _count(

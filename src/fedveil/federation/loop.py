@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedveil.data.datasets import Dataset, load
+from fedveil.data.datasets import Dataset, dataset_names, load
 from fedveil.data.frames import Table
 from fedveil.data.partition import Partition, partition
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
-from fedveil.federation import one_shot, store, sums
+from fedveil.federation import one_shot, own_code, store, sums
 from fedveil.federation.config import GIVEN, RunConfig, check_config, clock_of
 from fedveil.federation.forecast import forecast
 from fedveil.federation.harmonize import delta_of
-from fedveil.federation.look import Looked, LookedInVain, Paid, looked_from_json, open_table
+from fedveil.federation.look import Looked, LookedInVain, Paid, after, looked_from_json, open_table
 from fedveil.federation.round import (
     State,
     Task,
@@ -85,6 +85,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     data_digest: str = ""
     looked: Looked | None = None
+    public_data: bool = False  # rows of a built-in dataset that was read here: what is called like one may be anybody's
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,13 @@ def prepare(
     if root is None:
         root = entropy() if config.secure_noise else config.seed
     looked = None
+    public_data = dataset is None and dealt is None and not config.table and config.dataset in dataset_names()
     if isinstance(dataset, Table) or (dataset is None and config.table):
         dataset, looked = open_table(config, dataset, root, deployed=dealt is not None, pays=pays)
     elif dataset is None:
         dataset = raw_data(config)
-    try:
-        return _prepared(config, dataset, module, dealt, root, looked)
-    except UserError as wrong:
-        if looked is None or not looked.paid:
-            raise
-        raise LookedInVain(str(wrong), looked.paid) from wrong
+    with after(looked.paid if looked else ()):
+        return replace(_prepared(config, dataset, module, dealt, root, looked), public_data=public_data)
 
 
 def _prepared(
@@ -198,17 +196,10 @@ def check_noise(prepared: Prepared) -> None:
 
 def _own_code(module: nn.Module, loss: str, engine: str) -> tuple[str, ...]:
     """What of the user's code runs during training, where no clip can see into it: the promises rest on its word."""
-    ours = ("torch.", "fedveil.")
     called = [f"loss {loss}"] if loss_names.own(loss) else []
-    if engine in ("functional", "reference"):
-        names = {type(part).__qualname__ for part in module.modules() if not type(part).__module__.startswith(ours)}
-        called += sorted(f"model {name}" for name in names)
-    if not called:
-        return ()
-    return (
-        f"promises assume that your own code ({', '.join(called)}) treats each example alone and remembers none; "
-        "it was tried on made-up examples, which is no proof",
-    )
+    if engine in own_code.CALLING:
+        called += own_code.of_module(module)
+    return own_code.caveat(called)
 
 
 def _model(config: RunConfig, dataset: Dataset, module: nn.Module | None) -> nn.Module:
@@ -295,8 +286,9 @@ def engine_of(task: Task, initial: np.ndarray, dealt: Partition, config: RunConf
     is proven about if any of them needs it."""
     now = moment_of(task, start(task, initial))
     alike = {recipe: client for client, (recipe, _) in reversed(tuple(task.own.items()))}
+    like = task.x, task.y
     found = [
-        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device)
+        pool.choose(task.module, plan_of(task, now, client, dealt.size(client)), config.engine, device=config.device, like=like)
         for client in dict.fromkeys((0, *alike.values()))
     ]
     return next((one for one in found if one[0] not in bounded.COVERED), found[0])
@@ -479,14 +471,37 @@ def run(
     on_start: called once before the first round, when everything that was looked at before is charged.
     """
     folder = Path(out)
+    try:
+        return _run(config, folder, resume, on_round, dataset, module, command, on_start)
+    except LookedInVain as wrong:
+        vain = wrong
+    charge_in_vain(config, folder, vain)  # out of the block: if this fails, its traceback does not tell the other failure
+    if isinstance(vain.__cause__, Exception) and not isinstance(vain.__cause__, UserError):
+        raise vain.__cause__
+    raise UserError(
+        f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}: keep that folder, which says what was spent, "
+        "and take another --out next time."
+    )
+
+
+def _run(
+    config: RunConfig, folder: Path, resume: bool, on_round: OnRound | None, dataset: Dataset | Table | None,
+    module: nn.Module | None, command: str, on_start: Callable[[Prepared], None] | None,
+) -> Document:  # fmt: skip
     begun = time.perf_counter()
-    prepared = _ready(config, folder, dataset, module)
-    task = prepared.task
+    check_free(folder, resume)
+    prepared = prepare(config, dataset, module, pays=True)
+    check_delta(prepared)  # after a look it finds nothing: then it was checked before
+    task, looks = prepared.task, prepared.looked.paid if prepared.looked else ()
+    with after(looks):
+        check_noise(prepared)
+        prepared = replace(prepared, data_digest=data_digest(task))
     with ExitStack() as stack:
         hold_folder(stack, folder, resume)
         check_folder(prepared, folder, resume)
-        ledger = stack.enter_context(open_ledger(prepared, folder))
-        charge_preprocessing(prepared, ledger)
+        with after(looks):
+            ledger = stack.enter_context(open_ledger(prepared, folder))
+            charge_preprocessing(prepared, ledger)
         # Only now: how large the model is, for one, may have been found by a look that is charged now.
         state = open_folder(prepared, folder, resume, command)
         if prepared.looked is not None:
@@ -510,6 +525,7 @@ def run(
             except Exception:  # that and how it failed may follow from the rows: charged before anybody hears of it
                 if ledger.find(mark + "failed") is None:
                     ledger.spend(replace(entry, note="failed"), fingerprint=mark + "failed")
+                    charge_rest(prepared, ledger, replace(state, round=state.round + 1), "an earlier round failed")
                 raise
             made = private.pop("made")
             charge(ledger, entry, mark, made)
@@ -520,21 +536,6 @@ def run(
 
         state, stop = play(prepared, folder, ledger, state, turn, on_round=on_round)
         return finish(prepared, folder, ledger, state, stop, time.perf_counter() - begun)
-
-
-def _ready(config: RunConfig, folder: Path, dataset: Dataset | Table | None, module: nn.Module | None) -> Prepared:
-    """All that can be refused is refused here, before a folder is made, unless a look that showed it must be charged."""
-    try:
-        prepared = prepare(config, dataset, module, pays=True)
-    except LookedInVain as vain:
-        charge_in_vain(config, folder, vain)
-        raise UserError(
-            f"{vain} The look that showed this is charged in {folder / 'ledger.jsonl'}: keep that folder, which says what was "
-            "spent, and take another --out next time."
-        ) from None
-    check_noise(prepared)
-    check_delta(prepared)
-    return replace(prepared, data_digest=data_digest(prepared.task))
 
 
 def play(
@@ -579,7 +580,7 @@ def _evaluated(config: RunConfig, state: State) -> bool:
     return state.round % config.evaluate_every == 0 or state.round == config.rounds
 
 
-def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
+def charge_rest(prepared: Prepared, ledger: Ledger, state: State, why: str = "the stop depended on the model") -> None:
     """Charge the rounds that a stop leaves out where the stop depends on the data and no plan was committed for it: the
     promise is then about all planned rounds, as if they had been played."""
     if ledger.header.stopping == "data":
@@ -591,7 +592,7 @@ def charge_rest(prepared: Prepared, ledger: Ledger, state: State) -> None:
         if ended:
             return
         entry = release_of(prepared, now, clients)
-        ledger.spend(replace(entry, note="not played: the stop depended on the model"), fingerprint=f"left out {index}")
+        ledger.spend(replace(entry, note=f"not played: {why}"), fingerprint=f"left out {index}")
 
 
 def charge(ledger: Ledger, entry: Release, mark: str, made: str) -> None:
@@ -633,12 +634,17 @@ def hold_folder(stack: ExitStack, folder: Path, resume: bool) -> None:
     stack.enter_context(run_folder.hold(folder, create=not resume))
 
 
+def check_free(folder: Path, resume: bool) -> None:
+    """Refuse to begin where a run is: also before a look is made that would be in vain."""
+    if not resume and (folder / "run.json").exists():
+        raise UserError(f"{folder} already holds a run: add --resume to continue it, or choose another --out")
+
+
 def check_folder(prepared: Prepared, folder: Path, resume: bool) -> None:
     """Refuse a folder that holds another run, before anything is charged or written."""
+    check_free(folder, resume)
     if not (folder / "run.json").exists():
         return
-    if not resume:
-        raise UserError(f"{folder} already holds a run: add --resume to continue it, or choose another --out")
     before = store.open_run(folder).config
     free = {"workers", "chunk", "engine", "report", "data", "checkpoint_every", "name"}
     changed = [
@@ -674,6 +680,8 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
         facts = store.read_json(folder / "run.json")
         if facts["config"]["rounds"] != config.rounds:  # more rounds without privacy; the identity stays: the ledger has it
             store.write_json(folder / "run.json", {**facts, "config": config.model_dump()})
+        if facts.get("public_data") and not prepared.public_data:  # continued on rows that were given
+            store.write_json(folder / "run.json", {**store.read_json(folder / "run.json"), "public_data": False})
         if known:
             state = store.load_checkpoint(folder / "checkpoints", known[-1], state)
             if state.weights.shape != prepared.initial.shape:
@@ -700,6 +708,7 @@ def open_folder(prepared: Prepared, folder: Path, resume: bool, command: str) ->
             "engine": prepared.engine,
             "engine_reason": prepared.engine_reason,
             "notes": list(prepared.notes),
+            "public_data": prepared.public_data,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "python": sys.version.split()[0],
             "parameters": prepared.task.layout.size,
@@ -756,6 +765,7 @@ def header_of(prepared: Prepared) -> Header:
         config=config_hash(config),
         allow_large_delta=config.allow_large_delta,
         public=named_in(prepared.notes),
+        assumes=_own_code(task.module, task.loss, prepared.engine),
     )
 
 

@@ -13,29 +13,41 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fedveil.errors import UserError
 from fedveil.federation import folder as run_folder
+from fedveil.federation import own_code
 from fedveil.federation.config import make_config
 from fedveil.federation.harmonize import sigma_for
+from fedveil.federation.own_rows import (
+    Collate,
+    Drawn,
+    Loss,
+    Marks,
+    Rows,
+    drawn,
+    first_form,
+    marks,
+    one_by_one,
+    try_loss,
+)
 from fedveil.federation.round import Task, blank, moment_of, noised_of, plan_of
 from fedveil.keys import derive, entropy
+from fedveil.models import nets
 from fedveil.models.layout import flatten, layout_of, unflatten
 from fedveil.privacy.events import Release
-from fedveil.privacy.ledger import Budget, Header, Ledger
+from fedveil.privacy.ledger import Budget, BudgetExceeded, Header, Ledger
 from fedveil.privacy.ledger.entries import Row
 from fedveil.privacy.ledger.journal import Anchor, check_anchors, read
 from fedveil.protect import bounded
@@ -49,12 +61,13 @@ from fedveil.training import pool
 from fedveil.training.contract import ClientWork
 from fedveil.training.torch import functional
 
-Batch = TypeVar("Batch")
-Loss = Callable[[nn.Module, Any], torch.Tensor]  # (module, a batch of one example) -> its loss
-Marks = tuple[tuple[int, int], ...]
-ONE_BY_ONE: dict[str, Loss] = {
-    "cross-entropy": lambda module, batch: nn.functional.cross_entropy(module(batch[0]), batch[1].reshape(-1)),
-    "squared": lambda module, batch: nn.functional.mse_loss(module(batch[0]).reshape(-1), batch[1].reshape(-1).float()),
+ONE_BY_ONE: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {  # with inputs as the engines pass them
+    "cross-entropy": lambda module, batch: nn.functional.cross_entropy(
+        module(torch.as_tensor(batch[0]).float()), torch.as_tensor(batch[1]).reshape(-1).long()
+    ),
+    "squared": lambda module, batch: nn.functional.mse_loss(
+        module(torch.as_tensor(batch[0]).float()).reshape(-1), torch.as_tensor(batch[1]).reshape(-1).float()
+    ),
 }
 NAMED: dict[type, str] = {nn.CrossEntropyLoss: "cross-entropy", nn.MSELoss: "squared"}
 
@@ -117,7 +130,7 @@ class PrivateLoader:
     data and model.
     """
 
-    def __init__(self, private: Private, dataset: Any, collate: Callable[[list[object]], object]) -> None:
+    def __init__(self, private: Private, dataset: object, collate: Collate) -> None:
         self.private, self.dataset, self.collate = private, dataset, collate
 
     def __len__(self) -> int:
@@ -128,13 +141,9 @@ class PrivateLoader:
             if self.private.stopped:
                 return
             rows = self.private.drawn()
-            yield self.private.offer(self._batch(rows), len(rows))
-
-    def _batch(self, rows: np.ndarray) -> object:
-        if len(rows):
-            return self.collate([self.dataset[int(row)] for row in rows])
-        alike = self.collate([self.dataset[0]])  # nobody was drawn: noise alone, in the shape of a batch
-        return tree_map(lambda leaf: leaf[:0], alike)
+            with self.private.paid_if_it_fails():
+                step = drawn(self.dataset, self.collate, rows)
+            yield self.private.offer(step)
 
 
 class Private:
@@ -147,13 +156,18 @@ class Private:
         self.module, self.optimizer, self.terms, self.path = module, optimizer, terms, out
         self._root: int | bytes = entropy() if terms.seed is None else terms.seed
         self._task = task_of(module, terms, self._root)
-        self._loss = self._proven(loss)
+        self.loader = PrivateLoader(self, loader.dataset, loader.collate_fn or default_collate)
+        form = first_form(self.loader.dataset, self.loader.collate)
+        if isinstance(loss, str):
+            nets.check_model(module, name="make_private: the module")
+        if form is not None:
+            try_loss(module, loss, form)
+        self._loss, self._assumes = self._proven(loss, form)
         self._stack = ExitStack()
         self._ledger = self._open(resume)
-        self.loader = PrivateLoader(self, loader.dataset, loader.collate_fn or default_collate)
         self._draws = self.step
         # What the loader gave and nobody used yet, kept so that no other tensor can pass for it. Frameworks fetch ahead.
-        self._offered: deque[tuple[object, Marks, int]] = deque(maxlen=8)
+        self._offered: deque[tuple[Drawn, Marks]] = deque(maxlen=8)
         self._ours: dict[int, torch.Tensor] = {}  # parameter -> its gradient as it was made
         self._hooks = [optimizer.register_step_pre_hook(self._guard), optimizer.register_step_post_hook(self._used)]
 
@@ -178,17 +192,18 @@ class Private:
         is for you alone, and a decision that follows it is not covered by the ledger.
 
         Formal guarantee: `.grad` is a function of sum + noise, where the sum moves by at most `Noised.bound` with one
-        example and the noise is that of `Noised.add`; the release is in the ledger, on disk, before this returns.
+        example and the noise is that of `Noised.add`; the release is in the ledger, on disk, before this returns or raises
+        what may follow from the rows.
         """
-        count = self._take(batch)
+        rows = self._take(batch)
         now = self._now()
         if self._ours:
             raise UserError("make_private: backward was called twice; call optimizer.step() after each backward.")
         if self.terms.steps is not None and self.step >= self.terms.steps:
             raise UserError(f"make_private: all {self.terms.steps} planned steps are done.")
-        total, loss = self._clipped(batch, now, count)
-        noised = self.noised(now)
-        released = noised.add(total, derive(self._root, "step-noise", now.number)[:16])
+        with self.paid_if_it_fails():
+            total, loss = self._clipped(rows, now)
+            released = self.noised(now).add(total, derive(self._root, "step-noise", now.number)[:16])
         made = hashlib.sha256(released.tobytes()).hexdigest()
         self._ledger.spend(self._release(now), made=made)
         place = self._task.recipe.place
@@ -208,10 +223,26 @@ class Private:
         rows = batches.draw(np.arange(size), self.terms.batch, 1, self._root, self._draws, 0)[0]
         return rows[rows >= 0].astype(np.int64)
 
-    def offer(self, batch: Batch, count: int) -> Batch:
+    def offer(self, step: Drawn) -> object:
         """Remember what the loader hands out: `backward` takes this and nothing else, once."""
-        self._offered.append((batch, _marks(batch), count))
-        return batch
+        self._offered.append((step, step.marks))
+        return step.batch
+
+    @contextmanager
+    def paid_if_it_fails(self) -> Iterator[None]:
+        """That and how a step fails may follow from its rows: it is charged before anybody hears of it, and so are the planned
+        steps that it leaves out, since where the loop ends then follows from the rows, too."""
+        try:
+            yield
+        except Exception:
+            end = self.step + 1 if self.terms.steps is None else self.terms.steps
+            for number in range(self.step, end):
+                note = "not played: an earlier step failed" if number > self.step else "failed"
+                try:
+                    self._ledger.spend(replace(self._release(self._now(number)), note=note))
+                except BudgetExceeded:  # which would have ended the loop
+                    break
+            raise
 
     # -- the books
 
@@ -219,6 +250,11 @@ class Private:
     def ledger(self) -> list[Row]:
         """Who may learn what from the steps so far."""
         return self._ledger.table()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the promises rest on besides the mathematics; in the ledger's header, too."""
+        return self._ledger.header.assumes
 
     def epsilon(self, observer: str = "public", unit: str = "example") -> float | None:
         """What was spent so far; None where nothing finite is promised."""
@@ -269,6 +305,7 @@ class Private:
         header = Header(
             delta=terms.delta, clients=1, sizes=(terms.examples,), budgets=budgets, simulated=terms.seed is not None,
             planned_rounds=terms.steps, stopping="data" if terms.steps is None else "fixed", config=digest(terms.recipe),
+            assumes=self._assumes,
         )  # fmt: skip
         self._stack.enter_context(run_folder.hold(self.path))
         try:
@@ -284,52 +321,62 @@ class Private:
             raise
         return ledger
 
-    def _now(self) -> Moment:
+    def _now(self, number: int | None = None) -> Moment:
         empty = blank(self._task.recipe, 1, self._task.setting.rounds)
-        return moment_of(self._task, replace(empty, round=self.step))
+        return moment_of(self._task, replace(empty, round=self.step if number is None else number))
 
     def _release(self, now: Moment) -> Release:
         return release(self._task.recipe, self._task.setting, now, {0: self.terms.examples})
 
-    def _take(self, batch: tuple[Any, ...]) -> int:
-        """How many rows this batch has, if the loader gave it and it was neither used nor changed."""
-        marks = _marks(batch)
-        for at, (_, known, count) in enumerate(self._offered):
-            if known == marks:
+    def _take(self, batch: tuple[object, ...]) -> Rows:
+        """The rows of this batch, if the loader gave it and it was neither used nor changed."""
+        found = marks(batch)
+        for at, (step, known) in enumerate(self._offered):
+            if known == found:
                 del self._offered[at]
-                return count
+                return step.passed_as(batch)
         raise UserError(
             "make_private: backward takes a batch of private.loader, as it is and each one once: the promise counts on its "
             "random draw. This one was used, changed, or comes from elsewhere (move batches to a device inside the loss)."
         )
 
-    def _proven(self, loss: Loss | str) -> Loss | str:
-        """The loss for an engine whose sums keep the bound in floating point, else for one example at a time, which does."""
+    def _proven(self, loss: Loss | str, form: object) -> tuple[Loss | str, tuple[str, ...]]:
+        """The loss for an engine whose sums keep the bound in floating point, where torch alone stacks the rows, else for one
+        example at a time, which does; and what that rests on."""
+        collate, dataset = self.loader.collate, self.loader.dataset
+        called = [*own_code.named("collate", collate), *own_code.named("dataset", type(dataset))]
         if not isinstance(loss, str):
-            return loss
+            return loss, own_code.caveat([*own_code.named("loss", loss), *own_code.of_module(self.module), *called])
         plan = plan_of(replace(self._task, loss=loss), moment_of(self._task, blank(self._task.recipe, 1, 1)), 0, 1)  # type: ignore[arg-type]
-        return loss if pool.choose(self.module, plan)[0] in bounded.COVERED else ONE_BY_ONE[loss]
+        like = tuple(part.numpy() for part in Rows(1, form).stacks()[0]) if form is not None else None
+        engine = pool.choose(self.module, plan, like=like)[0]  # type: ignore[arg-type]
+        if engine not in bounded.COVERED or collate is not default_collate:
+            return ONE_BY_ONE[loss], own_code.caveat([*own_code.of_module(self.module), *called])
+        guess = engine == "graph" and form is None
+        return loss, own_code.caveat([*(own_code.of_module(self.module) if guess or engine in own_code.CALLING else []), *called])
 
-    def _clipped(self, batch: tuple[Any, ...], now: Moment, count: int) -> tuple[np.ndarray, float]:
-        if not count:
+    def _clipped(self, rows: Rows, now: Moment) -> tuple[np.ndarray, float]:
+        if not rows.count:
             return np.zeros(self._task.layout.size), math.nan
         if isinstance(self._loss, str):
-            return self._by_engine(self._loss, batch, now, count)
-        return one_by_one(self._task, self._loss, batch if len(batch) > 1 else batch[0], now, count)
+            return self._by_engine(self._loss, rows, now)
+        return one_by_one(self._task, self._loss, rows, now)
 
-    def _by_engine(self, loss: str, batch: tuple[Any, ...], now: Moment, count: int) -> tuple[np.ndarray, float]:
-        """The sum of clipped gradients by the fastest engine that can: minus the result of an `only_sum` plan."""
-        x, y = (np.asarray(part) for part in (batch if len(batch) == 2 else batch[0]))
-        if len(x) != count:
-            raise UserError(f"make_private: {count} rows were drawn but the batch has {len(x)}: the collate function may not "
-                            "add or drop rows.")  # fmt: skip
+    def _by_engine(self, loss: str, rows: Rows, now: Moment) -> tuple[np.ndarray, float]:
+        """The sum of clipped gradients by the fastest engine that can: minus the results of an `only_sum` plan."""
         task = replace(self._task, loss=loss)  # type: ignore[arg-type]
-        work = ClientWork(0, np.arange(count, dtype=np.int32)[None], b"\0" * 16)
         plan = plan_of(task, now, 0, self.terms.examples)
-        found = pool.train(self.module, flatten(self.module), x, y, [work], plan, norms=False)
-        if not found.finite[0]:
-            return np.zeros(task.layout.size), math.nan
-        return -found.delta[0].astype(np.float64), float(found.loss[0])
+        total, losses, seen = np.zeros(task.layout.size), 0.0, 0
+        for at, (x, y) in enumerate(rows.stacks()):
+            # Masks of dropout follow key and place: a key that nobody knows makes them chance, whoever else was drawn.
+            key = derive(self._root, "masks", now.number, at)[:16]
+            work = ClientWork(0, np.arange(len(x), dtype=np.int32)[None], key)
+            found = pool.train(self.module, flatten(self.module), x.numpy(), y.numpy(), [work], plan, norms=False)
+            seen += len(x)
+            if found.finite[0]:
+                total -= found.delta[0].astype(np.float64)
+                losses += float(found.loss[0]) * len(x)
+        return total, losses / seen
 
     def _write(self, gradient: np.ndarray) -> None:
         named = unflatten(torch.as_tensor(gradient.astype(np.float32)), self._task.layout)
@@ -354,42 +401,6 @@ class Private:
         self._ours = {}
 
 
-def one_by_one(task: Task, loss: Loss, batch: Any, now: Moment, count: int) -> tuple[np.ndarray, float]:
-    """The sum of clipped gradients of any loss, one example after the other, in float64; and the mean loss.
-
-    Formal guarantee: each example's part is computed from the weights and that example alone and keeps the bound
-    (`bounded.clip_vector`); random masks are drawn afresh for each. A loss that changes a buffer of the module is refused.
-    """
-    module, clip = task.module, task.recipe.clip
-    wanted = [module.get_parameter(name) for name in task.layout.names]
-    pieces = clip.pieces(task.layout.layer_slices())
-    limit = clip.piece(now.bounds[0], len(pieces))
-    total, losses = np.zeros(task.layout.size), []
-    before = [(b, b._version) for b in module.buffers()]
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        for row in range(count):
-            torch.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
-            value = loss(module, tree_map(lambda leaf, at=row: leaf[at : at + 1], batch))
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                raise UserError("make_private: the loss of one example must be one number.")
-            found = torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True)
-            flat = torch.cat([g.detach().reshape(-1) for g in found]).cpu().numpy()
-            if np.isfinite(flat).all():  # one that is not adds nothing, which keeps every bound
-                total += bounded.clip_vector(flat, limit, pieces, clip.norm)
-                losses.append(float(value.detach()))
-    if any(b._version != version for b, version in before):
-        raise UserError(
-            "make_private: the forward pass changes a buffer of the module (running statistics, counters) from private rows; "
-            "such values would leave without noise. Use layers without them, or freeze them."
-        )
-    return total, float(np.mean(losses)) if losses else math.nan
-
-
-def _marks(batch: Any) -> Marks:
-    """Identity and version of every tensor in a batch."""
-    return tuple((id(leaf), getattr(leaf, "_version", 0)) for leaf in tree_flatten(batch)[0])
-
-
 def loss_of(loss: Any) -> Loss | str:
     """A name that the engines know, or a function of (module, batch of one example)."""
     if isinstance(loss, str):
@@ -405,10 +416,21 @@ def loss_of(loss: Any) -> Loss | str:
         if plain and getattr(loss, "weight", None) is None:
             return NAMED[type(loss)]
     if isinstance(loss, nn.Module) or getattr(loss, "__module__", "").startswith("torch."):
-        return lambda module, batch: loss(module(batch[0]), batch[1])
+        return _applied(loss)
     if callable(loss):
         return loss
     raise UserError("make_private: loss must be a name, a torch loss, or a function of (module, batch of one example).")
+
+
+def _applied(loss: Callable[[object, object], torch.Tensor]) -> Loss:
+    """A loss of outputs and targets; it keeps the name of whose code it is."""
+
+    def of_batch(module: nn.Module, batch: Any) -> torch.Tensor:
+        return loss(module(batch[0]), batch[1])
+
+    code = type(loss) if isinstance(loss, nn.Module) else loss
+    of_batch.__module__, of_batch.__qualname__ = code.__module__, code.__qualname__
+    return of_batch
 
 
 def make_private(

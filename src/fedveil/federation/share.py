@@ -31,6 +31,7 @@ def shareable(run: store.Run) -> dict[str, bytes]:
 
     Formal guarantee: post-processing of the run's public rows: released models, their measures on public test rows, public
     settings and the ledger's table. No seed (it subtracts simulated noise), no client's number, size or budget, no time.
+    (A promise to whole clients by group privacy says how many examples the largest of them holds, and not which one that is.)
     """
     config = {k: v for k, v in run.config.model_dump().items() if k not in SECRET_KEYS}
     config["dataset"] = _named(config["dataset"])
@@ -42,9 +43,14 @@ def shareable(run: store.Run) -> dict[str, bytes]:
     if "dataset" in told:
         told["dataset"] = _named(told["dataset"])
     book = run.ledger()
-    table: Document = {"delta": book.header.delta, "rounds": book.rounds, "rows": [asdict(row) for row in book.table()]}
+    rows = [asdict(row) for row in book.table(named=False)]
+    if "ledger" in told:  # what the run wrote down for its owner names clients
+        told["ledger"] = [asdict(row) for row in book.table(accountant=run.config.accountant, named=False)]
+    table: Document = {"delta": book.header.delta, "rounds": book.rounds, "rows": rows}
     if book.header.public:
         table["public"] = list(book.header.public)
+    if book.header.assumes:
+        table["assumes"] = list(book.header.assumes)
     return {
         "shareable-run.json": _json(facts),
         "shareable-metrics.jsonl": b"".join(_json(line, None) for line in lines),

@@ -7,7 +7,8 @@ module is a chain: it then trains in the same engine, at the same speed, as the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,27 @@ def traced(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return [(step.name, step.layer) for step in found] if found and is_chain(found) else None
 
 
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """A forward pass that sets attributes would leave the tracer's stand-ins in them."""
+    kept = [(part.__dict__, dict(part.__dict__), part._buffers, dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for now, before, buffers, known in kept:
+            buffers.clear()
+            buffers.update(known)
+            now.clear()
+            now.update(before)
+
+
 def steps(module: nn.Module) -> list[Step] | None:
     """The forward pass as steps, the last of which is the output; None if it does anything else than call layers."""
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules()):
         return None
     try:
-        graph = fx.Tracer().trace(module)
+        with _as_before(module):
+            graph = fx.Tracer().trace(module)
     except Exception:  # whatever the author's code raises on a stand-in: it cannot be read
         return None
     out: list[Step] = []

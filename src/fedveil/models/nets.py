@@ -19,6 +19,7 @@ from torch import nn
 from fedveil.data.functions import call, import_function, is_function
 from fedveil.errors import UserError, did_you_mean
 from fedveil.keys import derive
+from fedveil.models.state import try_module, unchanged
 from fedveil.models.statistics import statistics
 
 if TYPE_CHECKING:
@@ -302,7 +303,8 @@ def check_model(
     """Refuse modules for which per-example clipping or the flat weight vector is undefined.
 
     With a shape, the module is also tried on random examples: the output must be [batch, classes] ([batch, 1]
-    for regression), and an example's output must not depend on the other examples of its batch.
+    for regression), and an example's output must depend neither on the other examples of its batch nor on those that passed
+    before it, of whatever size their numbers are.
 
     Formal guarantee: what passes has no layer known to mix examples, and no state outside its parameters. The
     trial on random examples is a test, not a proof, for modules with code of their own.
@@ -355,25 +357,15 @@ def _try_out(module: nn.Module, shape: Shape, outputs: int, name: str) -> None:
     module = copy.deepcopy(module)
     for weight in (p.data for p in module.parameters() if p.requires_grad and not p.any()):  # zeros would hide what goes in
         weight.add_(0.1 * torch.randn(weight.shape, generator=random).to(weight))
-    drops = [layer for layer in module.modules() if isinstance(layer, nn.Dropout | nn.Dropout2d) and layer.training]
-    state = {where: buffer.clone() for where, buffer in module.named_buffers()}
-    try:
-        for layer in drops:
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout | nn.Dropout2d):
             layer.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), unchanged(module, name):
             together = module(x)
             alone = torch.cat([module(one[None]) for one in x])
     except (RuntimeError, ValueError, IndexError, TypeError) as wrong:
         raise UserError(f"{name} does not accept a batch of shape {[3, *shape]}: {wrong}.") from wrong
-    finally:
-        for layer in drops:
-            layer.train()
-    for where, buffer in module.named_buffers():
-        if where not in state or not torch.equal(buffer, state[where]):
-            raise UserError(
-                f"{name}: the forward pass changes the buffer '{where}'. Buffers are state outside the weights: no clip "
-                "bounds them and no ledger counts them. Constants may stay; drop running statistics."
-            )
     if not isinstance(together, torch.Tensor) or tuple(together.shape) != (3, outputs):
         got = list(together.shape) if isinstance(together, torch.Tensor) else type(together).__name__
         raise UserError(f"{name} gives {got} for a batch of 3 examples; [3, {outputs}] is needed.")
@@ -383,3 +375,4 @@ def _try_out(module: nn.Module, shape: Shape, outputs: int, name: str) -> None:
             "clip per "
             "example bounds nothing; treat each example on its own."
         )
+    try_module(module, x, name)

@@ -135,9 +135,7 @@ def gather(
     metrics = tuple(
         line for line in run.metrics if isinstance(line, dict) and number(line.get("round")) is not None
     )
-    from fedveil.data.sources import CATALOGUE
-
-    public_data = run.config.dataset in CATALOGUE
+    public_data = run.facts.get("public_data") is True  # said by the run that read the rows; a name says nothing
     result = _result(run)
     return Facts(
         run=run,
@@ -147,7 +145,7 @@ def gather(
         metrics=metrics,
         private=tuple(line for line in run.private if isinstance(line, dict)) if private else (),
         result=result,
-        promise=promise_of(run, unit, course=not quick, clients=clients),
+        promise=promise_of(run, unit, course=not quick, clients=clients, named=private),
         attacks=tuple(attacks_of(folder, show=private or public_data)),
         confusion=confusion_of(run, compute) if result else None,
         public_data=public_data,
@@ -165,7 +163,7 @@ def _result(run: Run) -> JsonObject:
 # --- the promise -----------------------------------------------------------------------------------------------
 
 
-def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) -> Promise:
+def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False, named: bool = False) -> Promise:
     """Rows, epsilon over rounds and budgets, recomputed from the ledger without locking or repairing it."""
     from fedveil.privacy.ledger import Ledger
     from fedveil.privacy.ledger.journal import read
@@ -176,7 +174,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False) 
     config = run.config
     try:
         ledger = Ledger.read(path)
-        rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant))
+        rows = tuple(asdict(row) for row in ledger.table(accountant=config.accountant, named=named))
         records = read(path).records
         made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
         own = tuple(ledger.own_table(config.accountant))

@@ -213,3 +213,4 @@ class Row:
         ""  # of the noise that was drawn: float, or exact (discrete); no part of what a cell is found by
     )
     timed: bool = False  # a time, of other hardware than the paper's: beside the print, and not compared with it
+    judged: bool = True  # False: the same run without noise stays far from the paper's, so that it says nothing about noise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable
 from functools import lru_cache
@@ -181,9 +182,10 @@ def _figures(place: Path, config: RunConfig, result: Result, cpu: float) -> Resu
     return figures
 
 
-def law_in(job: Train) -> str:
-    """Which noise a run of this job draws, known before it is played."""
-    return law_of(_config(job, 0).built_recipe())
+@lru_cache
+def law_in(job: Train | Attack) -> str:
+    """Which noise a run of this job, or the recipe that it attacks, draws: known before it is played."""
+    return law_of((_attacked(job, 0)[0] if isinstance(job, Attack) else _config(job, 0)).built_recipe())
 
 
 def law_of(recipe: Recipe) -> str:
@@ -202,6 +204,7 @@ def _time(job: Time, seed: int) -> Result:
     from fedveil.federation.round import start
     from fedveil.studies.settings import control
 
+    load = [_load()]
     racers = {job.recipe: job, "non-private": job if job.recipe == "non-private" else control(job)}
     spent: dict[str, list[float]] = {name: [] for name in racers}
     engines = {}
@@ -222,7 +225,13 @@ def _time(job: Time, seed: int) -> Result:
             spent[name].append(min(found))
     each = {name: _per_iteration(once, twice, job.iterations) for name, (once, twice) in spent.items()}
     own, plain = each[job.recipe], each["non-private"]
-    return {"seconds": own, "milliseconds": 1000 * own, "engine": engines[job.recipe], "over_plain": own / plain}
+    return {"seconds": own, "milliseconds": 1000 * own, "engine": engines[job.recipe], "over_plain": own / plain,
+            "load": [*load, _load()], "cores": os.cpu_count()}  # fmt: skip
+
+
+def _load() -> float | None:
+    """How many processes wanted a core over the last minute, on average; None where nobody counts them."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _per_iteration(once: float, twice: float, iterations: int) -> float:
@@ -235,16 +244,9 @@ def _per_iteration(once: float, twice: float, iterations: int) -> float:
 def _attack(job: Attack, seed: int, folder: Path) -> Result:
     from fedveil.attacks import campaign
     from fedveil.attacks.leakage import measure
-    from fedveil.attacks.leakage.measure import TYPES
     from fedveil.federation.loop import prepare
 
-    tap = {"type0-sanitised": TYPES["0-sanitised"], "type0": TYPES["0"], "type1": TYPES["1"]}.get(
-        job.tap, "type2"
-    )
-    config = campaign.gradient_config(
-        job.recipe, job.dataset, job.model, victims=job.victims, seed=seed, tap=tap, batch=job.batch,
-        changes=dict(job.settings),
-    )  # fmt: skip
+    config, tap = _attacked(job, seed)
     prepared = prepare(config, _data(job.dataset, (), None))
     found = measure.measure(
         prepared, campaign.initial(prepared), method=job.method,  # type: ignore[arg-type]
@@ -253,7 +255,21 @@ def _attack(job: Attack, seed: int, folder: Path) -> Result:
     pictures = folder / "pictures" / f"{key_of(job, seed)}.npz"
     pictures.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(pictures, truth=found.truth[:6, 0], guess=found.guess[:6, 0])
-    return json.loads(json.dumps(found.figures))
+    return json.loads(json.dumps({**found.figures, "noise_law": law_of(config.built_recipe())}))
+
+
+def _attacked(job: Attack, seed: int) -> tuple[RunConfig, str]:
+    """The configuration that is attacked, and where."""
+    from fedveil.attacks import campaign
+    from fedveil.attacks.leakage.measure import TYPES
+
+    names = {"type0-sanitised": "0-sanitised", "type0": "0", "type1": "1"}
+    tap = TYPES[names[job.tap]] if job.tap in names else "type2"
+    config = campaign.gradient_config(
+        job.recipe, job.dataset, job.model, victims=job.victims, seed=seed, tap=tap, batch=job.batch,
+        changes=dict(job.settings),
+    )  # fmt: skip
+    return config, tap
 
 
 def _inference(job: Inference, seed: int, folder: Path) -> Result:
@@ -291,6 +307,9 @@ def measure(name: str, result: Result, job: Job, printed: Job) -> float | None:
     if rest:
         return _at_round(result, kind, int(rest), job, printed)
     kind, _, rest = name.partition(":")
+    if kind == "last_ten":  # of the tests, one of which may be far off
+        last: list[float] = [v for _, v in result["accuracies"] if v is not None][-10:]
+        return {"mean": sum(last) / len(last), "lowest": min(last), "highest": max(last)}[rest]
     if kind in ("rounds_to", "iterations_to"):
         first = _first_round(result, float(rest))
         return None if first is None else first * (result["local_steps"] if kind == "iterations_to" else 1)

@@ -9,9 +9,10 @@ import numpy as np
 
 from fedveil.jsons import Document, JsonObject
 from fedveil.studies import runner
-from fedveil.studies.cells import Attack, Entry, Row, key_of
+from fedveil.studies.cells import Attack, Entry, Row, Time, key_of
 from fedveil.studies.runner import Plan
-from fedveil.studies.verdicts import CHECKS, judge
+from fedveil.studies.tables import STATEMENTS, numbers
+from fedveil.studies.verdicts import CHECKS, Verdict, judge
 
 
 def shown(value: float | str | None, digits: int) -> str:
@@ -32,11 +33,8 @@ def cells_of(entry: Entry, rows: Sequence[Row]) -> list[list[str]]:
             cell.digits, 4 if row.difference is not None and abs(row.difference) < 1e-3 and cell.digits else 0
         )
         spread = f" ± {shown(row.deviation, d)}" if row.deviation is not None else ""
-        mark = (
-            "match"
-            if row.matches
-            else ("-" if row.difference is None else f"{row.difference:+.{cell.digits}f}")
-        )
+        none = "-" if row.judged or row.paper is None else "not judged"
+        mark = "match" if row.matches else (none if row.difference is None else f"{row.difference:+.{cell.digits}f}")
         found.append([shown(row.paper, cell.digits), shown(row.ours, cell.digits) + spread, mark])
     return found
 
@@ -85,8 +83,8 @@ def markdown(
         numbers = cells if printed else cells[1:2]
         lines.append(f"| {row.row} | {row.column} | {' | '.join(numbers)} | {mark(*row.why)} | {mark(row.shrunk)} |")
     lines += ["", *(f"{number}. {text}" for text, number in notes.items()), ""]
-    laws = sorted({row.law for row in rows if row.law})
-    lines += [f"Noise: {' and '.join(laws)}.", ""] if laws else []
+    lines += _noise(rows)
+    lines += _load(chosen, done)
     lines += verdict_lines(entry, rows)
     unique = list(dict.fromkeys(json.dumps(dict(row.settings), sort_keys=True) for row in rows))
     lines += [
@@ -100,6 +98,31 @@ def markdown(
         "",
     ]
     return "\n".join(lines)
+
+
+def _noise(rows: Sequence[Row]) -> list[str]:
+    """Which noise the page's runs drew; rows whose seeds drew different ones are named."""
+    laws = sorted({row.law.removesuffix(runner.UNRECORDED) for row in rows if row.law and "(seed" not in row.law})
+    unrecorded = any(row.law.endswith(runner.UNRECORDED) for row in rows)
+    of_attacks = " (of attacks by their settings, not recorded)" if unrecorded else ""
+    mixed = dict.fromkeys(f"{row.row}: {row.law}" for row in rows if "(seed" in row.law)
+    said = [*([" and ".join(laws) + of_attacks] if laws else []), *mixed]
+    return [f"Noise: {'; '.join(said)}.", ""] if said else []
+
+
+def _load(chosen: Plan, done: Mapping[str, Document]) -> list[str]:
+    """What is known of the machine's load while a page's times were taken."""
+    keys = [key_of(job, seed) for job, seed in chosen.runs if isinstance(job, Time)]
+    kept = [done[key]["result"] for key in keys if "result" in done.get(key, {})]
+    loads = [load for one in kept for load in one.get("load", ()) if load is not None]
+    without = sum(not one.get("load") for one in kept)
+    said = []
+    if loads:
+        cores = "/".join(str(n) for n in sorted({one["cores"] for one in kept if one.get("load")}))
+        said.append(f"{min(loads):g} to {max(loads):g} processes on {cores} cores, the timed one among them")
+    if without:
+        said.append(f"not recorded for {without} of {len(kept)} timings")
+    return [f"Load of the machine while times were taken: {'; '.join(said)}.", ""] if said else []
 
 
 def _run_time(chosen: Plan, done: Mapping[str, JsonObject]) -> list[str]:
@@ -128,13 +151,39 @@ def _seeds(chosen: Plan, rows: Sequence[Row]) -> str:
     return f"{said} (± is their standard deviation{'; cells without it have seed 0 alone' if fewer else ''})"
 
 
+EASY = (
+    "Types 0 and 1 are judged on an update of one local step on one image (LFW: three), the easiest there is: after a "
+    "whole round of the paper's training (100 steps on batches of 5) not even an unprotected update is rebuilt (P1 VII, P3 3)."
+)
+MOST_OPEN = 4  # comparisons of a table that are listed although they decide nothing
+
+
 def verdict_lines(entry: Entry, rows: Sequence[Row]) -> list[str]:
-    """The end of a figure's page: what the paper states, and whether it comes out."""
-    if not entry.is_figure or entry.id not in CHECKS:
-        return []
-    found = judge(CHECKS[entry.id], rows)
-    lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**.", ""]
-    return [*lines, *(f"- {text}" for text in found.reasons), ""]
+    """The end of a page: what the paper states, and whether it comes out; of a table also how many numbers do."""
+    if entry.is_figure:
+        if entry.id not in CHECKS:
+            return []
+        found = judge(CHECKS[entry.id], rows)
+        lines = ["## Verdict", "", f"The paper: {entry.statement}", "", f"Here: **{found.word}**{_parts(found)}.", ""]
+        lines += [*(f"- {text}" for text in found.reasons), ""]
+        return [*lines, EASY, ""] if any("one-step" in cell.why for cell in entry.cells) else lines
+    lines, stated = [], STATEMENTS.get(entry.id)
+    if stated is not None:
+        found = judge(stated.checks, rows)
+        out = f": {stated.why}" if stated.why else ""
+        lines = [f"The paper: {stated.says}", "", f"Here: **{found.word}**{_parts(found)}{out}.", ""]
+        came = len(stated.checks) - len(found.failed) - len(found.open)
+        lines += [f"- {came} of {len(stated.checks)} comparisons come out"] if stated.checks else []
+        lines += [f"- {text}" for text in found.failed]
+        lines += [f"- open: {text}" for text in found.open[:MOST_OPEN]]
+        lines += [f"- open: {len(found.open) - MOST_OPEN} more"] if len(found.open) > MOST_OPEN else []
+        lines += [""] if stated.checks else []
+    lines += [line for text in numbers(rows) for line in (text, "")]
+    return ["## Verdict", "", *lines] if lines else []
+
+
+def _parts(found: Verdict) -> str:
+    return f" ({'; '.join(f'{name}: {word}' for name, word in found.parts)})" if found.parts else ""
 
 
 def name_of(entry: Entry) -> str:
@@ -161,6 +210,8 @@ def summary(rows: Sequence[Row]) -> str:
     text = f"{matching} of {len(compared)} compared numbers come out (to one unit of the last printed digit)"
     text += "; times of other hardware are not compared" if any(row.timed for row in rows) else ""
     text += f", {fitted} of them only with one step more or less than stated" if fitted else ""
+    unjudged = sum(not row.judged and row.paper is not None for row in rows)
+    text += f"; {unjudged} are not judged, for the run without noise does not come near the paper's" if unjudged else ""
     return text + (f"; {missing} of {len(rows)} have no number of ours." if missing else ".")
 
 
@@ -299,8 +350,8 @@ def _series(chosen: Plan, rows: Sequence[Row], done: Mapping[str, Document]) -> 
             points = [(r, v) for r, v in line.get("result", {}).get(name, ()) if v is not None]
             series[cell.row] = ([r for r, _ in points], [v for _, v in points])
         return series
-    for row in rows:
-        if row.ours is not None:
+    for cell, row in zip(entry.cells, rows, strict=True):
+        if row.ours is not None and not cell.measure.startswith("rounds_to"):  # another axis
             xs, ys = series.setdefault(row.row, ([], []))
             xs.append(row.column)
             ys.append(row.ours)

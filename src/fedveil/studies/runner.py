@@ -284,10 +284,13 @@ def rows(chosen: Plan, done: Mapping[str, JsonObject]) -> list[Row]:
 
 
 def _with_control(row: Row, planned: Planned, chosen: Plan, done: Mapping[str, Document]) -> Row:
-    """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing."""
+    """The row, or, if the same shrunk run without noise does not come near the paper's, the reason why it shows nothing. A run
+    that was not shrunk keeps its number then, and is not judged."""
     check, goal = chosen.controls.get(planned.job), _goal(planned.printed, chosen.entry)
-    if check is None or goal is None or row.ours is None:
+    if goal is None or row.ours is None:
         return row
+    if check is None:
+        return _judged(row, planned.job, goal, chosen.entry, done)
     reached = done.get(key_of(check, 0), {}).get("result", {}).get("accuracy")
     if reached is not None and reached >= settings.needed(goal, check.dataset):
         return row
@@ -296,12 +299,44 @@ def _with_control(row: Row, planned: Planned, chosen: Plan, done: Mapping[str, D
     return replace(row, ours=None, difference=None, matches=None, deviation=None, why=why)
 
 
+def _judged(row: Row, job: Job, goal: float, entry: Entry, done: Mapping[str, Document]) -> Row:
+    """The row without a difference where the same run without noise is there and did not come near the paper's. That run's own
+    row stays compared with the print, which it misses; so do controls that have none."""
+    inner = _trained(job)
+    if inner is None or (inner.recipe == "non-private" and (inner is job or row.paper is None)):
+        return row
+    reached = _without_noise(inner, entry, done)
+    if reached is None or reached >= settings.needed(goal, inner.dataset):
+        return row
+    why = (f"not judged: the run without noise reaches {reached:.3f}, the paper's {goal:.3f}", *row.why)
+    return replace(row, difference=None, matches=None, judged=False, why=why)
+
+
+_OF_LENGTH = ("rounds", "learning_rate", "local_optimiser", "evaluate_every")
+
+
+def _without_noise(job: Train, entry: Entry, done: Mapping[str, Document]) -> float | None:
+    """What the same run without noise reached, or that of the same table which differs from it in length and rate alone."""
+    plain = settings.control(job)
+
+    def same(other: Job) -> bool:
+        if not isinstance(other, Train) or (other.recipe, other.dataset) != ("non-private", job.dataset):
+            return False
+        return not any(name not in _OF_LENGTH for name, _ in set(other.settings) ^ set(plain.settings))
+
+    for one in (plain, *filter(same, entry.jobs())):
+        reached: float | None = done.get(key_of(one, 0), {}).get("result", {}).get("accuracy")
+        if reached is not None:
+            return reached
+    return None
+
+
 def _row(cell: Cell, planned: Planned, seeds: int, done: Mapping[str, Document]) -> Row:
     keys = [key_of(planned.job, seed) for seed in range(seeds if seeded(planned.job) else 1)]
     lines = [done[key] for key in keys if key in done and not planned.skipped]
     values: list[float] = []
     fitted = False
-    why = explain(cell.why)
+    why = explain(cell.why, planned.job)
     for line in lines:
         if "failed" in line:
             why = (f"not run: {line['failed']}",)
@@ -357,10 +392,24 @@ def _ended_early(job: Job, seeds: int, done: Mapping[str, Document]) -> tuple[st
     return tuple(dict.fromkeys(f"ended at round {one['rounds']} of {wanted}: {one.get('stopped', '')}" for one in early))
 
 
+UNRECORDED = " (by its settings)"  # an attack's noise, kept before attacks named theirs
+
+
 def _law(job: Job, lines: Sequence[Document], done: Mapping[str, Document]) -> str:
-    """Which noise a cell's run drew; of an attack on a run, the attacked one's."""
+    """Which noise a cell's runs drew, by seed where they differ; of an attack, that of the attacked run or recipe. Attacks that
+    were kept without it have what their settings say."""
     inner = _trained(job)
-    if isinstance(job, Inference) and inner is not None and any("result" in line for line in lines):
+    played = [line for line in lines if "result" in line]
+    if isinstance(job, Inference) and inner is not None and played:
         kept = done.get(key_of(inner, 0), {}).get("result", {}).get("noise_law")
         return kept or jobs.law_in(inner)
-    return next((law for line in lines if (law := line.get("result", {}).get("noise_law"))), "")
+    seeds: dict[str, list[int]] = {}
+    for line in played:
+        law = line["result"].get("noise_law") or ""
+        if not law and isinstance(job, Attack):
+            law = jobs.law_in(job)
+            law += UNRECORDED if law != "none" else ""
+        seeds.setdefault(law, []).append(line.get("settings", {}).get("seed", 0))
+    if len(seeds) < 2:
+        return next(iter(seeds), "")
+    return ", ".join(f"{law} (seed{'s' * (len(of) > 1)} {', '.join(map(str, of))})" for law, of in seeds.items())

@@ -13,6 +13,7 @@ import os
 import signal
 import tempfile
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -46,11 +47,13 @@ def choose(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    like: tuple[Examples, Examples] | None = None,
 ) -> tuple[str, str]:
     """(name of the engine that will run, one line saying so and why).
 
     "auto" takes the first that can: native, stacked, graph, functional. "torch" leaves native out. UserError when a
-    named engine cannot train this model, or none can.
+    named engine cannot train this model, or none can. like: x and y, whose form (no row is read) decides whether a module's
+    operations can be written down; without them "graph" is only a guess.
     """
     if engine not in ENGINES:
         raise UserError(
@@ -81,16 +84,20 @@ def choose(
     no_graph = graph.why_not(module)
     if engine == "graph" and no_graph:
         raise UserError(f"engine = 'graph' cannot be used: {no_graph}. Use engine = 'auto'.")
-    if no_graph:
-        _refuse_draws(module)
-        return "functional", f"Engine: torch.func, slower, because {no_graph}{because}."
+    untraced = graph.untraced(module, like, plan.loss, device, dtype) if like is not None and not no_graph else None
+    if no_graph or untraced:
+        _refuse_draws(module, f"{untraced}; and " if untraced else "")
+        reason = f"Engine: torch.func, slower, because {no_graph or untraced}{because}."
+        if untraced:
+            warnings.warn(reason, stacklevel=2)
+        return "functional", reason
     return "graph", f"Engine: torch, one client at a time{because}."
 
 
-def _refuse_draws(module: nn.Module) -> None:
+def _refuse_draws(module: nn.Module, why: str = "") -> None:
     random = functional.draws(module)
     if random:
-        raise UserError(f"This model cannot be trained with per-example gradients: {random}.")
+        raise UserError(f"This model cannot be trained with per-example gradients: {why}{random}.")
 
 
 def _native_module() -> ModuleType | None:
@@ -158,7 +165,7 @@ def stream(
     norms: bool = True,
 ) -> Iterator[LocalResult]:
     """`train`, one chunk at a time, in order. `work` may be a generator: it is read as far as needed."""
-    name, _ = choose(module, plan, engine, device=device, dtype=dtype)
+    name, _ = choose(module, plan, engine, device=device, dtype=dtype, like=(x, y))
     _check(plan, start, layout_of(module).size)
     count = workers if isinstance(workers, int) else workers.count
     if count < 1:

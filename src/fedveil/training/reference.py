@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.models.state import REMEMBERS, alike, order, unchanged
 from fedveil.protect.bounded import factor, norm_of
 from fedveil.training import augment, dropout, losses, optimisers
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
@@ -37,7 +39,8 @@ def train(
 ) -> LocalResult:
     """Local training of every client in `work`; see `LocalPlan` and `LocalResult`. `threads` is ignored."""
     layout = layout_of(module)
-    clients = [_client(module, layout, start, x, y, one, plan, dtype) for one in work]
+    with unchanged(module):
+        clients = [_client(module, layout, start, x, y, one, plan, dtype) for one in work]
     figures = {name: np.array([c[name] for c in clients]) for name in _nothing(layout, plan)}
     return LocalResult(**figures)
 
@@ -102,14 +105,20 @@ def _gradients(
     work: ClientWork, plan: LocalPlan, parts: Sequence[slice], figures: _Figures,
 ) -> tuple[list[torch.Tensor], list[list[float]]]:  # fmt: skip
     """Each example's gradient (mapped, for AdaClip) and the norms of its parts; broken ones are left out where clipped."""
+
+    def alone(place: int) -> tuple[float, torch.Tensor]:
+        with dropout.keyed(module, work.noise_key, step, place):
+            copies = augment.shown(plan.augment, torch.as_tensor(np.asarray(x[rows[place]])), work.noise_key, step, place)
+            found = [example_gradient(module, layout, weights, one, y[rows[place]], plan.loss) for one in copies]
+            return sum(value for value, _ in found) / len(found), torch.stack([each for _, each in found]).mean(0)
+
     gradients, sizes = [], []
     figures.drawn += len(rows)
-    for place, row in enumerate(rows):
-        with dropout.keyed(module, work.noise_key, step, place):
-            copies = augment.shown(plan.augment, torch.as_tensor(np.asarray(x[row])), work.noise_key, step, place)
-            found = [example_gradient(module, layout, weights, one, y[row], plan.loss) for one in copies]
-            loss = sum(value for value, _ in found) / len(found)
-            gradient = torch.stack([each for _, each in found]).mean(0)
+    places = order(len(rows))
+    made = {place: alone(place) for place in places}
+    if plan.clips and len(rows) > 1 and not alike(made[places[0]][1], alone(places[0])[1]):
+        raise UserError(f"This model or its loss: {REMEMBERS}.")
+    for loss, gradient in (made[place] for place in range(len(rows))):
         if work.shift is not None:
             gradient = (gradient - _vector(work.shift, weights.dtype)) / _vector(work.scale, weights.dtype)
         size = [_norm(gradient[part], plan.clip_norm) for part in parts]

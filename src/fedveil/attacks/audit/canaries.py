@@ -201,7 +201,7 @@ def stage(
     first = start(staged_task, initial)
     plan = plan_of(staged_task, moment_of(staged_task, first), 0, prepared.partition.size(0))
     engine, why = pool.choose(
-        module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto"
+        module, plan, prepared.config.engine if prepared.config.engine != "native" else "auto", like=(x, y)
     )
     config = prepared.config.model_copy(update={"engine": engine})
     return Staged(

@@ -69,6 +69,7 @@ class Header:
     anew on reading (`rejudged`).
     public: what was trained elsewhere on public data and stands in front of this run's model, in words: no epsilon here is
     about that data.
+    assumes: what the promises rest on besides the mathematics, in words: the user's own code.
     """
 
     delta: float
@@ -86,6 +87,7 @@ class Header:
     version: int = 2
     promised: tuple[Budget, ...] = ()
     public: tuple[str, ...] = ()
+    assumes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,17 @@ def check_header(header: Header) -> None:
         check_release(header.committed, header.clients)
     examples = -(-sum(header.sizes) // header.copies)
     for units, name in ((examples, "examples"), (header.clients, "clients")):
-        if units > 1 and header.delta * units >= 1 and not header.allow_large_delta:
-            raise UserError(
-                f"delta {header.delta:g} is not below 1/{units} (the number of {name}): a mechanism that "
-                "publishes one of them outright would pass. Choose a smaller delta, or allow a large "
-                "one explicitly (--set allow_large_delta=true)."
-            )
+        if not header.allow_large_delta:
+            check_delta(header.delta, units, name)
+
+
+def check_delta(delta: float, units: int, name: str) -> None:
+    """Raise `UserError` for a delta that would let one of so many units be published outright."""
+    if units > 1 and delta * units >= 1:
+        raise UserError(
+            f"delta {delta:g} is not below 1/{units} (the number of {name}): a mechanism that publishes one of them outright "
+            "would pass. Choose a smaller delta, or allow a large one explicitly (--set allow_large_delta=true)."
+        )
 
 
 def check_release(release: Release, clients: int) -> None:
@@ -427,7 +434,7 @@ def rejudged(claim: Claim, version: int) -> Claim:
 def header_to_json(header: Header) -> JsonObject:
     """Plain dictionary; `header_from_json` is the inverse."""
     data = asdict(replace(header, committed=None, holders=()))
-    for name in ("promised", "public"):  # absent where empty, as in ledgers of before
+    for name in ("promised", "public", "assumes"):  # absent where empty, as in ledgers of before
         if not data[name]:
             del data[name]
     data["sizes"] = [int(size) for size in header.sizes]
@@ -454,9 +461,10 @@ def header_from_json(data: object) -> Header:
     plain["sizes"] = tuple(plain.get("sizes", ()))
     if not all(_fits(size, int) for size in plain["sizes"]):
         raise ValueError("odd sizes")
-    plain["public"] = tuple(plain.get("public", ()))
-    if not all(isinstance(note, str) for note in plain["public"]):
-        raise ValueError("odd notes about public parts")
+    for name in ("public", "assumes"):
+        plain[name] = tuple(plain.get(name, ()))
+        if not all(isinstance(note, str) for note in plain[name]):
+            raise ValueError(f"odd notes ({name})")
     plain["holders"] = tuple(unpack_clients(text, most) for text in plain.get("holders", ()))
     for name in ("budgets", "promised"):
         plain[name] = tuple(_typed(Budget, budget) for budget in plain.get(name, ()))

@@ -254,8 +254,10 @@ class Ledger:
         """Charged releases of each client."""
         return np.asarray(self._book.met().sum(axis=1)).reshape(-1)
 
-    def table(self, delta: float | None = None, accountant: str = "pld") -> list[Row]:
+    def table(self, delta: float | None = None, accountant: str = "pld", *, named: bool = True) -> list[Row]:
         """What each observer can learn about each unit: a sound (or `none`) row, and nominal rows beside it.
+
+        named: reasons may say which clients they are about; else only how many.
 
         Formal guarantee: a row with verdict "sound" holds for neighbours in `relation` if each claim holds
         for its release, participation does not depend on the data, and the noise is secret.
@@ -271,7 +273,7 @@ class Ledger:
                 if any(claim.verdict != "nominal" for claim in claims):
                     rows.extend(self._sound_rows((observer, unit), delta, accountant))
                 names = dict.fromkeys(c.accountant or accountant for c in claims if c.verdict == "nominal")
-                rows.extend(self._nominal_row((observer, unit), delta, name, accountant) for name in names)
+                rows.extend(self._nominal_row((observer, unit), delta, name, accountant, named) for name in names)
         return rows
 
     def own_table(self, accountant: str = "pld") -> list[OwnRow]:
@@ -539,15 +541,15 @@ class Ledger:
         """The budgets of all clients about `pair` that were fixed in advance."""
         return [b for b in self.header.promised if (b.observer, b.unit, b.client) == (*pair, None)]
 
-    def _nominal_row(self, pair: Pair, delta: float, name: str, default: str) -> Row:
+    def _nominal_row(self, pair: Pair, delta: float, name: str, default: str, named: bool) -> Row:
         view, chosen = self._view(), _nominal(name, default)
         reasons = _reasons(claim for claim in view.claims(pair) if chosen(claim))
         answer, relation = self._judged(view, pair, chosen, delta, name, committed=False)
         if answer.epsilon is not None:
             answer = replace(answer, verdict="nominal")
-        return self._row(pair, answer, relation, [*self._only_some(pair, chosen), *reasons])
+        return self._row(pair, answer, relation, [*self._only_some(pair, chosen, named), *reasons])
 
-    def _only_some(self, pair: Pair, chosen: Callable[[Claim], bool]) -> list[str]:
+    def _only_some(self, pair: Pair, chosen: Callable[[Claim], bool], named: bool) -> list[str]:
         """For whom a row stands where it counts nothing of some clients that took part in a round: others' noise says nothing of
         them."""
         book = self._book
@@ -559,7 +561,7 @@ class Ledger:
         met = book.trained & set(book.met()[np.flatnonzero(left_out)].indices.tolist())
         why = dict.fromkeys(end.reason for end in book.ends.get(pair, ()) if end.part in met)
         about = f" ({', '.join(why)})" if why else ""
-        return [f"for {_named(counted)} alone, nothing is counted of {_named(left_out)}{about}"]
+        return [f"for {_named(counted, named)} alone, nothing is counted of {_named(left_out, named)}{about}"]
 
     def _row(self, pair: Pair, answer: Answer, relation: str, reasons: Sequence[str]) -> Row:
         said = [*reasons, answer.reason]
@@ -597,11 +599,11 @@ def _nominal(name: str, default: str) -> Callable[[Claim], bool]:
     return lambda claim: claim.verdict == "nominal" and (claim.accountant or default) == name
 
 
-def _named(chosen: np.ndarray) -> str:
+def _named(chosen: np.ndarray, named: bool) -> str:
     """Clients by their numbers, or how many they are."""
     numbers = np.flatnonzero(chosen).tolist()
-    if len(numbers) > 8:
-        return f"{len(numbers)} clients"
+    if len(numbers) > 8 or not named:
+        return f"{len(numbers)} client{'' if len(numbers) == 1 else 's'}"
     return f"client{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 

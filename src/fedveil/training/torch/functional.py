@@ -17,6 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedveil.errors import UserError
 from fedveil.models.layout import Layout, layout_of, unflatten
+from fedveil.models.state import REMEMBERS, alike, order, unchanged
 from fedveil.protect.bounded import ORDERS
 from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
@@ -70,7 +71,7 @@ class Net:
     ) -> tuple[Tensor, Tensor]:
         """Per-example gradients [B, P] and losses [B] of one client. With `apart` one after the other: under vmap an
         example's rounding would depend on the rest of the batch, and its effect on a sum could not be bounded; and an own loss
-        may branch on numbers."""
+        may branch on numbers. One passes once more after all others: it must give the same."""
 
         of_one = losses_of.of_one(loss)
 
@@ -92,11 +93,22 @@ class Net:
             own = [self.module.get_parameter(name) for name in self.layout.names]
             for parameter, name in zip(own, self.layout.names, strict=True):
                 parameter.data = parameters[name]
-            for row in range(len(x)):  # plain autograd: for one example torch.func only takes longer
+
+            def alone(row: int, out: Tensor) -> Tensor:  # plain autograd: for one example torch.func only takes longer
                 loss_here = value(self.module(x[row][None].clone()), y[row])
-                losses[row] = loss_here.detach()
                 gradients = torch.autograd.grad(loss_here, own, materialize_grads=True)
-                torch.cat([gradient.reshape(-1) for gradient in gradients], out=found[row])
+                torch.cat([gradient.reshape(-1) for gradient in gradients], out=out)
+                return loss_here.detach()
+
+            with unchanged(self.module):
+                rows = order(len(x))
+                for row in rows:
+                    losses[row] = alone(row, found[row])
+                if len(x) > 1:
+                    again = torch.empty_like(found[0])
+                    alone(rows[0], again)
+                    if not alike(found[rows[0]], again):
+                        raise UserError(f"This model or its loss: {REMEMBERS}.")
         return found.detach(), losses.detach()
 
     def clipped(

@@ -3,12 +3,11 @@
 Residuals, attention, recurrent cells, shared and frozen weights, keyed dropout: whatever the module's author wrote. An
 example's gradient is written out, its norm is taken of those very numbers in float64, and they are added with their
 factor in float64 (`protect.bounded`). Before it is trusted, a traced module must reproduce plain autograd's gradients on
-a few examples; one that cannot be traced is trained by torch.func, with a warning that says why.
+a few examples; one that cannot be traced is left to `functional`, which is decided where engines are chosen (`untraced`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,7 +24,7 @@ from fedveil.protect.bounded import ORDERS
 from fedveil.training import dropout
 from fedveil.training import losses as losses_of
 from fedveil.training.contract import ClientWork, Examples, LocalPlan, LocalResult
-from fedveil.training.torch import descent, functional, trace
+from fedveil.training.torch import descent, trace
 from fedveil.training.torch.batched import compiled
 from fedveil.training.torch.descent import Clipping, Pass
 from fedveil.training.torch.layers import size_of
@@ -231,6 +230,28 @@ def compile_net(module: nn.Module, x: Tensor, y: Tensor, loss: str) -> Net:
     return Net(module, layout_of(module), program, tuple(tensors[name].detach().to(x.device) for name in program.fixed))
 
 
+def untraced(module: nn.Module, like: tuple[Examples, Examples], loss: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why the operations of this module cannot be written down for examples of the form of `like`, or None. No row is read."""
+    try:
+        x, y = like
+        _compiled(module, _empty(x, device), _empty(y, device), loss, dtype)
+    except trace.Unfit as unfit:
+        return str(unfit)
+    return None
+
+
+def _empty(examples: Examples, device: str) -> Tensor:
+    """No rows, of this form."""
+    shape = (0, *examples.shape[1:])
+    if isinstance(examples, torch.Tensor):
+        return examples.new_zeros(shape).to(device)
+    return torch.as_tensor(np.zeros(shape, examples.dtype), device=device)
+
+
+def _compiled(module: nn.Module, data: Tensor, targets: Tensor, loss: str, dtype: torch.dtype) -> Net:
+    return compile_net(module.to(dtype) if dtype != torch.float32 else module, *_made_up(data, targets, dtype), loss)
+
+
 def _made_up(data: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Three examples of this shape that are nobody's: which engine trains is told to everyone, so no row may decide it.
 
@@ -257,20 +278,16 @@ def train(
     device: str = "cpu",
     norms: bool = True,
 ) -> LocalResult:
-    """Local training of every client in `work`, one after the other; by torch.func if the module cannot be traced."""
+    """Local training of every client in `work`, one after the other."""
     reason = why_not(module)
     if reason:
         raise UserError(f"The graph engine cannot train this model: {reason}. Use engine = auto.")
     descent.keep_pages()
     data, targets = torch.as_tensor(x, device=device), torch.as_tensor(y, device=device)
     try:
-        net = compile_net(module.to(dtype) if dtype != torch.float32 else module, *_made_up(data, targets, dtype), plan.loss)
+        net = _compiled(module, data, targets, plan.loss, dtype)
     except trace.Unfit as unfit:
-        random = functional.draws(module)
-        if random:
-            raise UserError(f"This model cannot be trained with per-example gradients: {unfit}; and {random}.") from unfit
-        warnings.warn(f"Engine: torch.func, slower, because {unfit}.", stacklevel=2)
-        return functional.train(module, start, x, y, work, plan, dtype=dtype, device=device, norms=norms)
+        raise UserError(f"The graph engine cannot train this model: {unfit}. Use engine = auto.") from unfit
     losses_of.check_targets(net.program.outputs, targets, plan.loss)
     parts = [descent.run(net, start, data, targets, [one], plan, dtype=dtype, norms=norms) for one in work]
     return descent.join(parts, net.layout, plan)
