@@ -55,6 +55,7 @@ def test_fit_in_words_ends_with_one_sentence(patients, tmp_path):
     last = out.stdout.strip().splitlines()[-1]
     assert last.startswith("The model is") and "sound epsilon of 4" in last
     assert "found" in out.stdout and "keep" not in last
+    assert "server, which sees only the noised sum over all clients" in out.stdout
 
 
 def test_a_column_named_like_an_identifier_is_left_out_and_said_so(patients, tmp_path):

@@ -20,7 +20,7 @@ import fedveil as fv
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run as simulate
-from fedveil.report import plots, words
+from fedveil.report import plots, view, words
 from fedveil.report.attacks import attack_card
 from fedveil.report.facts import gather, main_row, roc_of
 from fedveil.report.page import write_report
@@ -434,3 +434,32 @@ def test_the_rule_of_a_resilient_start_stands_in_a_private_report_only(tmp_path:
     private = text_of(page([tmp_path / "run"], tmp_path, private=True))
     assert "the rule asks for σ₀" in private and "it was 5: not met" in private
     assert "resilient start" not in text_of(page([tmp_path / "run"], tmp_path))
+
+
+SEEN = {  # a recipe of each place -> what whoever runs the server sees, and what must not be said
+    "non-private": ("every upload as it is, without noise", "sum"),
+    "fed-cdp-sound": ("every upload, made of steps that the client has noised", "sum"),
+    "fed-sdp-client": ("every upload, noised by its client", "sum"),
+    "dp-fedavg": ("every upload, before any noise", "sum"),
+    "sum-cdp": ("only the noised sum over all clients", "every upload"),
+    "ldp-fl": ("in random order (by an honest shuffler)", "every upload"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_the_server_sees_is_said_by_the_place_of_the_noise(name: str, tmp_path: Path) -> None:
+    steps = ["local_steps=1"] if name == "sum-cdp" else []
+    chosen = load_config(name, ["rounds=1", "clients=4", "dataset=cancer", "report=false", *steps])
+    simulate(chosen, tmp_path / "run")
+    facts = gather(tmp_path / "run")
+    said, wrong = SEEN[name]
+    row = next(line for line in view.promise_table(facts)["lines"] if line["observer"] == "server")
+    for text in (row["who"], tiles(facts)[1]["text"], view.sentence(facts)):
+        assert said in text and wrong not in text, text
+
+
+def test_a_sum_under_masks_is_all_that_the_server_sees() -> None:
+    for name in ("sum-cdp", "dp-fedavg"):
+        recipe = fv.recipe(name)
+        assert "only the noised sum" in words.who_looks(recipe, True)["server"]
+        assert "masked" in words.upload_at_server(recipe, True)

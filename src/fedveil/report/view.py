@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def view(facts: Facts, private: bool) -> dict[str, object]:
     """Everything the template shows about one run."""
     config = facts.run.config
+    upload = words.upload_at_server(facts.recipe, config.secure_sum)
     return {
         "id": "run-" + hashlib.sha256(str(facts.run.path).encode()).hexdigest()[:8],
         "name": facts.name,
@@ -48,7 +49,7 @@ def view(facts: Facts, private: bool) -> dict[str, object]:
         "settings": settings_charts(facts),
         "steady": steady(facts),
         "resilience": resilience(facts),
-        "attacks": [attack_card(card, facts.promise.rows) for card in facts.attacks],
+        "attacks": [attack_card(card, facts.promise.rows, upload) for card in facts.attacks],
         "seats": seat_table(facts, private),
         "public_data": facts.public_data,
         "costs": costs(facts),
@@ -63,6 +64,12 @@ def seat_table(facts: Facts, private: bool) -> list[list[str]]:
         kept = [entry for entry in kept if entry["result"].get("kind") == "audit"]
     rows = verdicts.summary(facts.promise.rows, kept)["rows"] if kept else []
     return [verdicts.cells(row) for row in verdicts.worth_showing(rows)]
+
+
+def observer(facts: Facts) -> str:
+    """The observer of the promise, and of a server what it sees: that depends on where noise is added."""
+    name = facts.run.config.observer
+    return name if name != "server" else f"{name}, which sees {words.server_sees(facts.recipe, facts.run.config.secure_sum)},"
 
 
 def result_of(facts: Facts) -> tuple[str, float | None, str]:
@@ -109,6 +116,8 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
             second |= {"kind": "sound pending", "text": f"{said}; {words.SECRET}"}
         if size == words.HARDLY:
             second["kind"] += " weak"  # true, but no reason for a reassuring colour
+    if config.observer == "server":
+        second["text"] += f"; the server sees {words.server_sees(facts.recipe, config.secure_sum)}"
     audits = [c["data"] for c in facts.attacks if c["kind"] == "audit" and "data" in c]
     lower = number(audits[0].get("epsilon_lower")) if audits else None
     if lower is not None:
@@ -228,7 +237,7 @@ def promise_table(facts: Facts) -> dict[str, object]:
     units = [u for u in words.UNITS if any(r["unit"] == u for r in rows)]
     notes: dict[str, int] = {}
     lines = []
-    for observer, who in words.OBSERVERS.items():
+    for observer, who in words.who_looks(facts.recipe, facts.run.config.secure_sum).items():
         cells = []
         for unit in units:
             own = [r for r in rows if (r["observer"], r["unit"]) == (observer, unit)]
@@ -259,23 +268,22 @@ def sentence(facts: Facts) -> str:
     """The promise of the main observer in one sentence."""
     if facts.promise.problem:
         return f"Nothing can be promised: {facts.promise.problem}."
-    row = facts.main()
-    observer = facts.run.config.observer
+    row, whom = facts.main(), observer(facts)
     if row is None:
-        return f"Nothing was released to the {observer} yet."
+        return f"Nothing was released to the {facts.run.config.observer} yet."
     unit = words.UNITS.get(row["unit"], row["unit"])
     if row["verdict"] == "sound":
         held = f"; it {words.SECRET}" if facts.promise.simulated else ""
         return (
-            f"The {observer} {words.meaning(row['epsilon'], row['delta'], 'sound', unit)}. "
+            f"The {whom} {words.meaning(row['epsilon'], row['delta'], 'sound', unit)}. "
             f"This is a proven limit{held}. It may fail with probability δ = {short(row['delta'])}."
         )
     if row["verdict"] == "nominal":
         return (
-            f"Nothing is guaranteed towards the {observer}. The method's own paper would state ε = {short(row['epsilon'])}; "
-            "the table says why that number does not hold here."
+            f"Nothing is guaranteed towards the {whom.rstrip(',')}. The method's own paper would state "
+            f"ε = {short(row['epsilon'])}; the table says why that number does not hold here."
         )
-    return f"Nothing is promised towards the {observer} about {unit}."
+    return f"Nothing is promised towards the {whom} about {unit}."
 
 
 def epsilon_chart(facts: Facts) -> Markup:
