@@ -15,6 +15,11 @@ from pathlib import Path
 import click
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 from fedveil.errors import UserError
 from fedveil.federation import loop
 from fedveil.federation.config import RunConfig, load_config, make_config, shipped
@@ -199,6 +204,21 @@ def test_the_check_of_commands_finds_mistakes(reference):
     assert "no option" in wrong_in("fedveil run fed-cdp --sett rounds=2", application)
     assert "no key" in wrong_in("fedveil run fed-cdp --set round=2", application)
     assert "no recipe" in wrong_in("fedveil run fed-cpd", application)
+
+
+def test_extras_are_installed_from_a_checkout():
+    """The package is on no index: asked for by its name, an extra would not be found, or be somebody else's."""
+    told = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    assert [short(page) for page in told if re.search(r"""['"]fedveil\[\w""", page.read_text("utf-8"))] == []
+    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
+    named = {name for page in told for name in re.findall(r"""['"]\.\[(\w+)\]""", page.read_text("utf-8"))}
+    assert named and named <= declared
+
+
+def test_whoever_installs_is_told_of_the_tested_versions_and_of_sizes():
+    for name in ("README.md", "docs/index.md"):
+        text = (ROOT / name).read_text("utf-8")
+        assert "pip install -c constraints.txt ." in text and "CUDA" in text
 
 
 # -- generated pages
