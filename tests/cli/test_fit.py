@@ -5,12 +5,12 @@ import shlex
 
 import numpy as np
 import pytest
-import tomllib
 from typer.testing import CliRunner
 
 import fedveil as fv
 from fedveil.cli import build
 from fedveil.federation import loop
+from fedveil.federation.config import tomllib
 
 
 def run(*words):
