@@ -11,6 +11,8 @@ import fedveil as fv
 from fedveil.cli import build
 from fedveil.federation import loop
 from fedveil.federation.config import tomllib
+from fedveil.report import view
+from fedveil.report.facts import gather
 
 
 def run(*words):
@@ -116,3 +118,17 @@ def test_an_interrupted_fit_says_how_to_go_on_and_does(patients, tmp_path, monke
     assert facts["rounds"] == 20 and facts["learned"] is True
     (row,) = [r for r in facts["ledger"] if (r["observer"], r["unit"]) == ("server", "example")]
     assert row["verdict"] == "sound" and row["epsilon"] <= 4
+
+
+def test_the_report_of_a_fit_names_the_target_the_sites_and_what_the_looks_took(patients, tmp_path):
+    run("fit", str(patients), "--target", "outcome", "--group", "site", "--epsilon", "4", "--set", "rounds=20", "--out",
+        str(tmp_path / "run"))  # fmt: skip
+    facts = gather(tmp_path / "run")
+    said = {name: (value, text) for name, value, text in view.training(facts)}
+    assert said["Target"][0] == "outcome" and said["Clients"][0] == "2"
+    assert "'site'" in said["Data"][1] and "groups" not in said["Data"][1]
+    share = facts.run.config.table["share"]
+    assert said["Looks"][0] == "2 paid looks" and f"{100 * share:g}% of the budget's square" in said["Looks"][1]
+    assert 0 < facts.promise.looks_epsilon < facts.run.config.target_epsilon
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "2 paid looks" in page and "died" not in page and "P1" not in page

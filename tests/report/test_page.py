@@ -239,6 +239,22 @@ def test_attacks_on_own_data_are_left_out_unless_asked_for(made: dict[str, Path]
     assert "shown by the audit" in html  # canaries are planted, not somebody's records
     html = page([folder], tmp_path, private=True)
     assert "43.2%" in html and "data:image/png;base64," in html
+    for path in (folder / "attacks").glob("audit*"):
+        path.unlink()
+    said = tiles(gather(folder))[2]
+    assert said["value"].endswith("attacks") and "private report alone" in said["text"] and "%" not in said["text"]
+
+
+def test_the_card_about_attacks_says_what_each_seat_got(made: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(made["sound"], tmp_path)
+    (folder / "attacks").mkdir()
+    job = {"kind": "gradient", "tap": "type0", "success_rate": 0.0, "victims": 4, "images": True}
+    (folder / "attacks" / "gradient.json").write_text(json.dumps(job))
+    assert tiles(gather(folder))[2] == {
+        "title": "Attacks", "kind": "", "value": "1 seat tried", "text": "the server: 0% of 4 images rebuilt",
+    }  # fmt: skip
+    (folder / "attacks" / "gradient.json").write_text(json.dumps({**job, "success_rate": [], "controls": {"black": 3}}))
+    assert tiles(gather(folder))[2]["value"]  # what somebody else has written breaks nothing
 
 
 def test_broken_attack_files_are_said_to_be_broken(made: dict[str, Path], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fedveil.report.facts import Facts, number
 from fedveil.report.plots import Series, short
 
 if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
     from fedveil.protect.recipe import Recipe
 
 
@@ -126,11 +127,28 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
             "text": "what planted canaries showed: the true ε cannot be below this",
         }
     elif facts.attacks:
-        kinds = ", ".join(dict.fromkeys(str(card["kind"]) for card in facts.attacks))
-        third = {"value": "made", "text": f"{kinds}: the report shows what they got"}
+        third = tried(facts)
     else:
         third = {"value": "not yet", "text": "nobody has attacked this run so far"}
     return [first, second, {"title": "Attacks", "kind": "", **third}]
+
+
+def tried(facts: Facts) -> dict[str, str]:
+    """Attacks in one figure: how many seats were tried, and what the best attack got at each. Of private records:
+    the kinds of attacks alone."""
+    kinds = ", ".join(dict.fromkeys(str(card["kind"]) for card in facts.attacks))
+    shown = [card["data"] for card in facts.attacks if "data" in card]
+    if not shown and any(card.get("hidden") for card in facts.attacks):
+        told = "what they got is about training records, so it is in a private report alone"
+        return {"value": _many(len(facts.attacks), "attack"), "text": f"{kinds}: {told}"}
+    try:
+        rows = verdicts.summary(facts.promise.rows, [{"result": data, "made": None} for data in shown])["rows"]
+        got = [f"{verdicts.SEATS[row['seat']]}: {row['got']}" for row in rows if row["attack"] is not None]
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # files that somebody else has written
+        got = []
+    if not got:
+        return {"value": _many(len(facts.attacks), "attack"), "text": f"{kinds}: the report shows what they got"}
+    return {"value": f"{_many(len(got), 'seat')} tried", "text": "; ".join(got)[:400]}
 
 
 def training(facts: Facts) -> list[tuple[str, str, str]]:
@@ -138,8 +156,10 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
     config, recipe, known = facts.run.config, facts.recipe, facts.run.facts
     drawn = "all of them" if config.cohort_size is None else f"{config.cohort_size:g} on average"
     rows = [
-        ("Data", config.dataset, f"{known.get('examples', '?')} training records, dealt out '{config.partition}'"),
+        ("Data", config.dataset, f"{known.get('examples', '?')} training records, {_dealt(config)}"),
+        *([("Target", config.target, "the column that the model predicts")] if config.target else []),
         ("Clients", str(config.clients), f"each keeps its own records; {drawn} take part in a round"),
+        *_paid_looks(facts),
         ("Model", config.model if config.model != "auto" else "chosen for the data",
          f"{known.get('parameters', '?')} numbers in {_many(len(known.get('layers', [])), 'layer')} are learned"),
         ("Training", f"{facts.rounds} of {config.rounds} rounds",
@@ -161,6 +181,25 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
         )
     )
     return rows
+
+
+def _dealt(config: RunConfig) -> str:
+    """How records came to their clients. Names and numbers of sites are public, as a run's first lines say."""
+    group = config.table.get("group")
+    if group:
+        return f"grouped by the column '{group}': each of its values is a site, and one client"
+    return f"dealt out by '{config.partition}'"
+
+
+def _paid_looks(facts: Facts) -> list[tuple[str, str, str]]:
+    """What `fit` read from the rows before training, and what of the budget that took."""
+    promise, share = facts.promise, number(facts.run.config.table.get("share"))
+    if not promise.looks:
+        return []
+    price = "" if promise.looks_epsilon is None else f"; by themselves they cost ε ≤ {short(promise.looks_epsilon)}"
+    part = "" if not share else f", {percent(share).replace('.0%', '%')} of the budget's square"
+    words_of = f"noised counts of undeclared columns (kinds, ranges, words, classes) before training{price}{part}"
+    return [("Looks", _many(promise.looks, "paid look"), f"{words_of}; the promise below counts them")]
 
 
 def _many(count: int, word: str) -> str:
