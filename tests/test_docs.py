@@ -236,6 +236,18 @@ def test_what_the_tutorial_says_of_a_table_is_what_its_page_says():
     assert f"{said[1]} printed ε agree as arithmetic, {said[2]} of them {said[3]}" in text
 
 
+def test_a_mean_in_the_readme_stands_beside_what_its_command_prints():
+    """One command makes one run: of Breast cancer 0.958, where 100 splits have 0.968 on average."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if re.match(r"\|.*`fedveil run ", line)]
+    assert len(rows) == 6
+    for name, _, single, mean, *_ in rows:
+        assert re.fullmatch(r" 0\.\d{3} ", single) and re.fullmatch(r" 0\.\d{3} \(\d+\) ", mean), name
+    cancer = next(single for name, _, single, *_ in rows if "cancer" in name)
+    assert f"{cancer.strip()} at ε = 0.823" in text  # as below the first command
+    assert "for s in " in text and "--set split_seed=$s" in text
+
+
 # -- generated pages
 
 
