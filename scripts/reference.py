@@ -284,7 +284,7 @@ def examples_page() -> str:
     """docs/examples.md: every example with the first line of its docstring as title."""
     out = [MADE + "# Examples\n"]
     out.append(
-        "Each file runs as it is (`python docs/examples/NAME.py`), in seconds, and is run by the tests. They are short: a few rounds to show "
+        "Each file runs as it is (`python docs/examples/NAME.py`), in seconds, and is run by the tests. One that needs an extra says so where it is not installed. They are short: a few rounds to show "
         "the way, not to reach a good model.\n"
     )
     for path in sorted((FOLDER.parent / "examples").glob("*.py")):

@@ -26,7 +26,7 @@ BESIDE = {  # files outside of docs/, and where the site has them
     "docs/reproduction": "reproduction/README.md",
     "docs/notebooks": "notebooks/first-run.md",
 }
-LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+LINK = re.compile(r"(?P<text>\[[^\[\]]*)?\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -64,19 +64,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of the repository become the site's."""
+    """Links of the repository become the site's; one to a file that the site has no page for becomes the file's name."""
     place = page.file.src_uri
     source = next((own for own, there in BESIDE.items() if there == place and own != "README.md"), f"docs/{place}")
     source = source if source.endswith(".md") else f"docs/{place}"
 
     def turned(found: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found["target"]))
         there = BESIDE.get(target.rstrip("/"))
         if there is None and target.startswith("docs/"):
             there = target.removeprefix("docs/").removesuffix(".ipynb") + (".md" if target.endswith(".ipynb") else "")
+        if there is None and found["text"] and (ROOT / target).exists():
+            text = found["text"][1:].strip("`")
+            return f"`{target}`" if text in ("", target, found["target"]) else f"{text} (`{target}`)"
         if there is None:
             return found[0]
-        return f"{found[1]}{posixpath.relpath(there, posixpath.dirname(place) or '.')}{found[3] or ''}{found[4]}"
+        place_there = posixpath.relpath(there, posixpath.dirname(place) or ".")
+        return f"{found['text'] or ''}]({place_there}{found['anchor'] or ''})"
 
     return LINK.sub(turned, markdown)
 

@@ -1,10 +1,14 @@
 """Flower's PyTorch quickstart, private in five changed lines (marked). Run it in one process, or its two apps with `flwr run`."""
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
+
+try:
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+except ModuleNotFoundError:
+    raise SystemExit(print("skipped: this example needs Flower: pip install '.[flower]' in fedveil's folder")) from None
 
 import fedveil as fv
 from fedveil.flower import Private, private_mod  # 1

@@ -95,6 +95,24 @@ def test_each_tap_has_a_table_of_its_own_and_labels_stand_beside_guesses_for_oth
     assert "0.625" in said and "(0.50)" in said
 
 
+def test_a_rate_that_blind_guesses_reach_and_the_noise_are_explained(capsys):
+    blind = {name: {"success_rate": 0.0, "success_rate_papers": 1.0, "rmse": 0.3, "ssim": 0.1} for name in ("black", "mean")}
+    row = {
+        "recipe": "fed-cdp-sound", "round": 3, "success_rate": 0.0, "success_rate_papers": 1.0, "label_accuracy": 0.2,
+        "rmse": 0.5, "ssim": 0.1, "controls": blind, "pixel_range": [0, 1], "images": True, "chosen_by": "matching loss",
+        "noise_on": "sum", "noise_scale": 0.5, "failed_numerically": 0, "method": "veil", "tap": "type0", "dataset": "digits",
+        "victims": 4, "batch": 5,
+    }  # fmt: skip
+    attack._show_gradients([row])
+    said = capsys.readouterr().out
+    assert "is no finding" in said and "judge by rebuilt" in said
+    assert "carries noise of size 0.50; noise on: sum, that is once on the sum" in said and "in local steps" in said
+    rarer = {name: {**one, "success_rate_papers": 0.5} for name, one in blind.items()}
+    attack._show_gradients([{**row, "noise_scale": 0.0, "controls": rarer}])
+    said = capsys.readouterr().out
+    assert "is no finding" not in said and "what is seen here carries no noise" in said
+
+
 def test_the_text_says_how_many_attacks_failed_numerically(monkeypatch):
     real = measure.victims_of
 

@@ -6,12 +6,14 @@ import sys
 
 import numpy as np
 import pytest
-import tomllib
 from typer.testing import CliRunner
 
 import fedveil as fv
 from fedveil.cli import build, main
 from fedveil.federation import loop
+from fedveil.federation.config import tomllib
+from fedveil.report import view
+from fedveil.report.facts import gather
 
 
 def run(*words):
@@ -56,6 +58,7 @@ def test_fit_in_words_ends_with_one_sentence(patients, tmp_path):
     last = out.stdout.strip().splitlines()[-1]
     assert last.startswith("The model is") and "sound epsilon of 4" in last
     assert "found" in out.stdout and "keep" not in last
+    assert "server, which sees only the noised sum over all clients" in out.stdout
 
 
 def test_a_column_named_like_an_identifier_is_left_out_and_said_so(patients, tmp_path):
@@ -217,3 +220,17 @@ def test_a_look_in_vain_keeps_its_folder_and_says_so(patients, tmp_path):
     with pytest.raises(fv.UserError, match="keep that folder"):
         run("fit", str(path), "--target", "y", "--epsilon", "4", "--out", str(tmp_path / "a"))
     assert (tmp_path / "a" / "ledger.jsonl").exists()
+
+
+def test_the_report_of_a_fit_names_the_target_the_sites_and_what_the_looks_took(patients, tmp_path):
+    run("fit", str(patients), "--target", "outcome", "--group", "site", "--epsilon", "4", "--set", "rounds=20", "--out",
+        str(tmp_path / "run"))  # fmt: skip
+    facts = gather(tmp_path / "run")
+    said = {name: (value, text) for name, value, text in view.training(facts)}
+    assert said["Target"][0] == "outcome" and said["Clients"][0] == "2"
+    assert "'site'" in said["Data"][1] and "groups" not in said["Data"][1]
+    share = facts.run.config.table["share"]
+    assert said["Looks"][0] == "2 paid looks" and f"{100 * share:g}% of the budget's square" in said["Looks"][1]
+    assert 0 < facts.promise.looks_epsilon < facts.run.config.target_epsilon
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "2 paid looks" in page and "died" not in page and "P1" not in page

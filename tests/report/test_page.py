@@ -20,7 +20,7 @@ import fedveil as fv
 from fedveil.errors import UserError
 from fedveil.federation.config import load_config
 from fedveil.federation.loop import run as simulate
-from fedveil.report import plots, words
+from fedveil.report import plots, view, words
 from fedveil.report.attacks import attack_card
 from fedveil.report.facts import gather, main_row, roc_of
 from fedveil.report.page import write_report
@@ -239,6 +239,22 @@ def test_attacks_on_own_data_are_left_out_unless_asked_for(made: dict[str, Path]
     assert "shown by the audit" in html  # canaries are planted, not somebody's records
     html = page([folder], tmp_path, private=True)
     assert "43.2%" in html and "data:image/png;base64," in html
+    for path in (folder / "attacks").glob("audit*"):
+        path.unlink()
+    said = tiles(gather(folder))[2]
+    assert said["value"].endswith("attacks") and "private report alone" in said["text"] and "%" not in said["text"]
+
+
+def test_the_card_about_attacks_says_what_each_seat_got(made: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(made["sound"], tmp_path)
+    (folder / "attacks").mkdir()
+    job = {"kind": "gradient", "tap": "type0", "success_rate": 0.0, "victims": 4, "images": True}
+    (folder / "attacks" / "gradient.json").write_text(json.dumps(job))
+    assert tiles(gather(folder))[2] == {
+        "title": "Attacks", "kind": "", "value": "1 seat tried", "text": "the server: 0% of 4 images rebuilt",
+    }  # fmt: skip
+    (folder / "attacks" / "gradient.json").write_text(json.dumps({**job, "success_rate": [], "controls": {"black": 3}}))
+    assert tiles(gather(folder))[2]["value"]  # what somebody else has written breaks nothing
 
 
 def test_broken_attack_files_are_said_to_be_broken(made: dict[str, Path], tmp_path: Path) -> None:
@@ -472,3 +488,32 @@ def test_a_report_says_of_how_many_clients_a_row_speaks_and_only_a_private_one_o
     shown, private = (text_of(page([tmp_path / "run"], tmp_path, private)) for private in (False, True))
     assert "for 2 clients alone, nothing is counted of 2 clients" in shown and "for clients 0, 2 alone" not in shown
     assert "for clients 0, 2 alone, nothing is counted of clients 1, 3" in private
+
+
+SEEN = {  # a recipe of each place -> what whoever runs the server sees, and what must not be said
+    "non-private": ("every upload as it is, without noise", "sum"),
+    "fed-cdp-sound": ("every upload, made of steps that the client has noised", "sum"),
+    "fed-sdp-client": ("every upload, noised by its client", "sum"),
+    "dp-fedavg": ("every upload, before any noise", "sum"),
+    "sum-cdp": ("only the noised sum over all clients", "every upload"),
+    "ldp-fl": ("in random order (by an honest shuffler)", "every upload"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_the_server_sees_is_said_by_the_place_of_the_noise(name: str, tmp_path: Path) -> None:
+    steps = ["local_steps=1"] if name == "sum-cdp" else []
+    chosen = load_config(name, ["rounds=1", "clients=4", "dataset=cancer", "report=false", *steps])
+    simulate(chosen, tmp_path / "run")
+    facts = gather(tmp_path / "run")
+    said, wrong = SEEN[name]
+    row = next(line for line in view.promise_table(facts)["lines"] if line["observer"] == "server")
+    for text in (row["who"], tiles(facts)[1]["text"], view.sentence(facts)):
+        assert said in text and wrong not in text, text
+
+
+def test_a_sum_under_masks_is_all_that_the_server_sees() -> None:
+    for name in ("sum-cdp", "dp-fedavg"):
+        recipe = fv.recipe(name)
+        assert "only the noised sum" in words.who_looks(recipe, True)["server"]
+        assert "masked" in words.upload_at_server(recipe, True)

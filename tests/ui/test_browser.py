@@ -238,14 +238,46 @@ def test_every_control_has_a_name(page: Page, address: str) -> None:
         assert nameless == []
 
 
+VIEWS = {
+    "runs": "#/",
+    "calculator": "#/calculator",
+    "run": "#/run?id=sound",
+    "compare": "#/compare?id=sound&id=nominal&id=deep/er/nested",
+}
+HARD_TO_READ = """(phone) => [...document.querySelectorAll('main td, main tbody th')].filter((cell) => {
+    const box = cell.getBoundingClientRect();
+    return box.left < 0 || box.right > innerWidth || (phone && cell.textContent.trim() && box.width < 240);
+}).map((cell) => cell.outerHTML)"""  # cut off, or too narrow for words on a phone
+
+
+def unread(page: Page, width: int) -> list[str]:
+    """Cells that somebody cannot read without scrolling sideways, or whose words break into pieces."""
+    return list(page.evaluate(HARD_TO_READ, width < 720))
+
+
 @pytest.mark.parametrize("width", [1180, 390])
 def test_every_view_fits_a_desktop_and_a_phone(page: Page, address: str, width: int, tmp_path: Path) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    for name, place in {"runs": "#/", "calculator": "#/calculator", "run": "#/run?id=sound"}.items():
+    for name, place in VIEWS.items():
         page.goto(address + place)
-        page.locator("main table").first.wait_for()
+        page.locator("main tbody tr").first.wait_for()
         page.screenshot(path=tmp_path / f"{name}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert unread(page, width) == [], name
+
+
+NAMELESS = """[...document.querySelectorAll('main tbody td')].filter((cell) => !cell.matches('.pick, .name, .problem') &&
+    !(cell.dataset.about && getComputedStyle(cell, '::before').content.includes(cell.dataset.about)))
+    .map((cell) => cell.outerHTML)"""
+
+
+def test_on_a_phone_every_figure_of_a_run_says_what_it_is(page: Page, address: str) -> None:
+    """There the head of a table is gone, and rows are cards."""
+    page.set_viewport_size({"width": 390, "height": 800})
+    for name, place in VIEWS.items():
+        page.goto(address + place)
+        page.locator("main tbody tr").first.wait_for()
+        assert page.evaluate(NAMELESS) == [], name
 
 
 def test_a_token_is_asked_for_and_remembered(page: Page, runs: Path) -> None:

@@ -255,6 +255,7 @@ def looked_at(chromium: Any, folder: Path, width: int, name: str, awaited: str =
     page.locator(awaited).wait_for(timeout=browsing.WAIT)
     page.screenshot(path=folder / f"{name}-{width}.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert browsing.unread(page, width) == []
     return page, lambda: (page.close(), setattr(server, "should_exit", True), thread.join(10))
 
 
@@ -265,7 +266,7 @@ def test_a_live_round_is_seen_and_followed_to_its_end(chromium: Any, plain_run: 
     try:
         table = page.get_by_role("region", name="Nodes")
         assert "2 of 4 answered" in page.locator("#now").inner_text()
-        words = [row.inner_text().split("\t") for row in table.locator("tbody tr").all()]
+        words = [[cell.inner_text() for cell in row.locator("th, td").all()] for row in table.locator("tbody tr").all()]
         assert [w[2] for w in words] == ["answered", "answered", "offline", "working"]
         assert all(float(w[4]) > 0 for w in words)
         plain_run.go.set()

@@ -266,6 +266,22 @@ def _ssim(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _noise_words(row: Document) -> str:
+    """What the recipe puts noise on, and how much of it is on what was seen here."""
+    from fedveil.protect.law import NOISE_ON
+
+    scale = row.get("noise_scale")
+    if not scale:
+        return f"{row['recipe']}: what is seen here carries no noise."
+    on = row["noise_on"]
+    size = f"what is seen here carries noise of size {figure(scale, 2)}"
+    return f"{row['recipe']}: {size}; noise on: {on}, that is {NOISE_ON[on].words}."
+
+
 def _labels_read(row: Document) -> str:
     """Labels read, and in parentheses what the same guesses read of other victims."""
     others = row.get("label_control")
@@ -296,8 +312,15 @@ def _show_tap(rows: list[Document]) -> None:
     notes = [
         f"rebuilt: share of {thing}s with {alike} in {tuple(first['pixel_range'])}; papers': with MSE < 0.70.",
         "labels: share that was read, in parentheses by the same guesses for other victims.",
-        f"{thing}s kept by {first['chosen_by']}; noise on: {first['noise_on']}.",
+        f"{thing}s kept by {first['chosen_by']}.",
+        *dict.fromkeys(_noise_words(row) for row in rows),
     ]
+    blind = max(_number(first["controls"][name]["success_rate_papers"]) for name in ("black", "mean"))
+    if any(0 < _number(row["success_rate_papers"]) <= blind for row in rows):
+        notes.insert(1, (
+            f"papers' {figure(blind, 3)} is no finding: MSE < 0.70 is so wide that a blank or mean {thing} passes as often "
+            "(the rows in parentheses); judge by rebuilt."
+        ))  # fmt: skip
     for row in rows:
         if failed := row["failed_numerically"]:
             notes.append(

@@ -16,6 +16,7 @@ from fedveil.errors import UserError
 from fedveil.jsons import Document, JsonObject
 
 if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
     from fedveil.federation.loop import OnRound
 
 
@@ -121,7 +122,7 @@ def fit(
         from fedveil.report.page import write_report
 
         write_report([folder], folder / "report.html")
-    emit(facts, as_json, lambda: _show(facts))
+    emit(facts, as_json, lambda: _show(facts, chosen.config))
 
 
 def _command(
@@ -233,13 +234,16 @@ def _show_lines(lines: Sequence[tuple[str, str]]) -> None:
     sys.stdout.flush()  # warnings and rounds go to the other stream
 
 
-def _show(facts: Document) -> None:
+def _show(facts: Document, config: RunConfig) -> None:
+    from fedveil.report.words import server_sees
+
     for line in facts["found"]:
         print(f"{'found':<9}{line}")
     for row in facts["ledger"]:
         if row["unit"] == "example" and row["observer"] in ("server", "public"):
             shown = "none" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
-            print(f"{'promise':<9}{row['observer']}: epsilon {shown} per row, {row['verdict']}" + (
+            sees = f", which sees {server_sees(config.built_recipe(), config.secure_sum)}" if row["observer"] == "server" else ""
+            print(f"{'promise':<9}{row['observer']}{sees}: epsilon {shown} per row, {row['verdict']}" + (
                 f" ({row['reason']})" if row["verdict"] != "sound" else ""))  # fmt: skip
     if facts["simulated"]:
         print(f"{'noise':<9}seeded, for a simulation: promises hold when deployed with secret noise (--set secure_noise=true)")

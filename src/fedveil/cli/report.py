@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedveil.cli.common import JsonFlag, TrustFlag, emit, one_of
-from fedveil.errors import UserError
+from fedveil.errors import UserError, extra
 from fedveil.jsons import JsonObject
 
 
@@ -121,7 +121,7 @@ def ui(
         from fedveil.ui.server import serve
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"the dashboard needs the package '{missing.name}': pip install 'fedveil[ui]'"
+            f"the dashboard needs the package '{missing.name}': {extra('ui')}"
         ) from None
     serve(runs, host, port, token)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from fedveil.data.rows import Dataset
 from fedveil.data.tables import MISSING, read_csv
-from fedveil.errors import UserError
+from fedveil.errors import UserError, extra
 
 LONG = re.compile(r"[+-]?\d{16,}")
 SIDE = 32  # pictures of a folder are brought to this size
@@ -130,7 +130,7 @@ def _parquet(path: Path) -> object:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'fedveil[tables]'.") from None
+        raise UserError(f"{path}: Parquet files need pyarrow: {extra('tables')}.") from None
     try:
         return parquet.read_table(path)
     except (ArrowException, OSError) as wrong:

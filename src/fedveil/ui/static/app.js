@@ -48,6 +48,14 @@ function charts(list) {
   return box;
 }
 
+// On a phone rows are cards without a head: each cell carries the name of its column.
+function cards(table) {
+  const names = [...table.tHead.rows[0].cells].map((cell) => cell.firstChild?.nodeType === 3 ? cell.firstChild.data : "");
+  for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => { if (cell.tagName === "TD" && names[i]) cell.dataset.about ??= names[i]; });
+  table.classList.add("cards");
+  return table;
+}
+
 // --- the list of runs
 
 function promiseOf(run) {
@@ -60,18 +68,18 @@ function runRow(run, changed) {
   const box = h("input", { type: "checkbox", "aria-label": "Select " + run.name, onchange: (event) => { event.target.checked ? picked.add(run.id) : picked.delete(run.id); changed(); } });
   box.checked = picked.has(run.id);
   if (run.problem) {
-    return h("tr", { "data-id": run.id }, h("td", { class: "pick" }), h("td", { class: "name" }, run.name), h("td", {}, h("span", { class: "badge broken" }, "broken")), h("td", { colspan: 4, class: "muted" }, run.problem));
+    return h("tr", { "data-id": run.id }, h("td", { class: "pick" }), h("td", { class: "name" }, run.name), h("td", { "data-about": "Status" }, h("span", { class: "badge broken" }, "broken")), h("td", { colspan: 4, class: "problem" }, run.problem));
   }
   if (run.joined) box.disabled = true;
   const here = run.joined ? Object.keys(run.joined).length : run.round, all = run.joined ? run.clients_wanted : run.rounds;
   return h("tr", { "data-id": run.id },
     h("td", { class: "pick" }, box),
     h("td", { class: "name" }, h("a", { href: link(run.id) }, run.name), h("span", { class: "sub" }, (run.title && !run.name.endsWith(run.title) ? run.title + " · " : "") + run.recipe + " on " + run.dataset)),
-    h("td", {}, h("span", { class: "badge " + run.status }, run.status)),
-    h("td", {}, h("progress", { max: Math.max(all, 1), value: here, "aria-label": "Progress of " + run.name }), h("span", { class: "sub" }, here + " of " + all + (run.joined ? " nodes joined" : " rounds"))),
-    h("td", { class: "right" }, outcome(run)),
-    h("td", {}, promiseOf(run)),
-    h("td", { class: "right wide" }, time(run.seconds)));
+    h("td", { "data-about": "Status" }, h("span", { class: "badge " + run.status }, run.status)),
+    h("td", { "data-about": "Progress" }, h("progress", { max: Math.max(all, 1), value: here, "aria-label": "Progress of " + run.name }), h("span", { class: "sub" }, here + " of " + all + (run.joined ? " nodes joined" : " rounds"))),
+    h("td", { "data-about": "Result", class: "right" }, outcome(run)),
+    h("td", { "data-about": "Promise" }, promiseOf(run)),
+    h("td", { "data-about": "Time", class: "right" }, time(run.seconds)));
 }
 
 async function showRuns(now) {
@@ -126,14 +134,14 @@ async function showRuns(now) {
     timer = setTimeout(load, runs.some((run) => run.status === "live" || run.status === "waiting") ? 2000 : 8000);
   }
   const count = h("span", { class: "sub" });
-  const table = h("table", { class: "runs", onkeydown: (event) => {
+  const table = h("table", { class: "runs cards", onkeydown: (event) => {
     if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
     const all = [...body.querySelectorAll("a, input")], here = document.activeElement, same = all.filter((e) => e.tagName === here.tagName);
     const next = same[same.indexOf(here) + (event.key === "ArrowDown" ? 1 : -1)];
     if (next) { next.focus(); event.preventDefault(); }
   } },
     h("caption", { class: "visually-hidden" }, "Runs"),
-    h("thead", {}, h("tr", {}, h("th", { class: "pick" }, h("span", { class: "visually-hidden" }, "Select")), ...["Run", "Status", "Progress"].map((t) => h("th", { scope: "col" }, t)), h("th", { scope: "col", class: "right" }, "Result"), h("th", { scope: "col" }, "Promise"), h("th", { scope: "col", class: "right wide" }, "Time"))),
+    h("thead", {}, h("tr", {}, h("th", { class: "pick" }, h("span", { class: "visually-hidden" }, "Select")), ...["Run", "Status", "Progress"].map((t) => h("th", { scope: "col" }, t)), h("th", { scope: "col", class: "right" }, "Result"), h("th", { scope: "col" }, "Promise"), h("th", { scope: "col", class: "right" }, "Time"))),
     body);
   put(
     h("div", { class: "head" }, h("h1", { tabindex: -1 }, "Runs ", count), h("div", { class: "actions" }, search, compare, report)),
@@ -152,7 +160,7 @@ function promiseTable(table) {
     h("tbody", {}, table.lines.map((line) => h("tr", {}, h("th", { scope: "row" }, line.observer, h("span", { class: "sub" }, line.who)),
       ...line.cells.map((cell, i) => h("td", { "data-about": "about one " + table.units[i][0] }, cell.map((c) => h("div", { class: "claim" }, badge(c.verdict, c.pending, c.weak),
         c.epsilon === null ? null : h("span", { class: "epsilon" }, "ε " + (c.verdict === "sound" ? "≤ " : "= ") + number(c.epsilon)),
-        h("div", { class: "why" }, c.meaning + (c.reason ? ". Why: " + (c.plain || c.reason) : "") + (c.pending ? "; " + table.secret : "") + "."))), cell.length ? null : h("span", { class: "muted small" }, "no claim")))))));
+        h("div", { class: "why" }, c.meaning + (c.reason ? ". Why: " + (c.plain || c.reason) : "") + (c.pending && !(c.plain || c.reason).includes(table.secret) ? "; " + table.secret : "") + "."))), cell.length ? null : h("span", { class: "muted small" }, "no claim")))))));
 }
 
 function budgetTable(run) {
@@ -161,10 +169,10 @@ function budgetTable(run) {
   const title = rows ? "Nodes" : "Per-client budgets", who = rows ? "Node" : "Client";
   const cell = (c) => words ? h("td", {}, h("span", { class: "word " + (words[c.client] || "").split(" ")[0] }, WORDS[words[c.client]] || words[c.client] || (Object.keys(words).length ? "not asked" : "–"))) : null;
   return h("section", {}, h("h2", {}, title), stageLine(run),
-    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": title }, h("table", {},
+    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": title }, cards(h("table", {},
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, who), rows ? h("th", { scope: "col", class: "right" }, "Rows") : null, words ? h("th", { scope: "col" }, "This round") : null, h("th", { scope: "col", class: "right" }, "Releases"), h("th", { scope: "col", class: "right" }, "ε spent", h("span", { class: "sub" }, "per " + run.unit)), limited ? h("th", { scope: "col" }, "Of its budget") : null)),
-      h("tbody", {}, run.clients.map((c) => h("tr", { "data-client": c.client }, h("td", {}, String(c.client)), rows ? h("td", { class: "right" }, number(rows[c.client], 7)) : null, cell(c), h("td", { class: "right" }, String(c.releases)), h("td", { class: "right" }, c.epsilon === null ? "no finite promise" : number(c.epsilon, 4)),
-        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": who + " " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget) + " at δ = " + number(c.delta)]) : null))))),
+      h("tbody", {}, run.clients.map((c) => h("tr", { "data-client": c.client }, h("th", { scope: "row" }, h("span", { class: "who" }, who + " "), String(c.client)), rows ? h("td", { class: "right" }, number(rows[c.client], 7)) : null, cell(c), h("td", { class: "right" }, String(c.releases)), h("td", { class: "right" }, c.epsilon === null ? "no finite promise" : number(c.epsilon, 4)),
+        limited ? h("td", {}, c.budget === null ? "no limit" : [h("progress", { max: c.budget || 1, value: c.epsilon ?? c.budget, class: c.epsilon === null || c.epsilon > c.budget ? "over" : "", "aria-label": who + " " + c.client + " has spent " + number(c.epsilon) + " of " + number(c.budget) }), " " + number(c.budget) + " at δ = " + number(c.delta)]) : null)))))),
     run.client_count > run.clients.length ? h("p", { class: "small muted" }, "The first " + run.clients.length + " of " + run.client_count + " " + who.toLowerCase() + "s.") : null);
 }
 
@@ -190,9 +198,9 @@ function drawWaiting(run) {
       h("div", { class: "actions" }, h("span", { class: "badge " + run.status, id: "status" }, run.status))),
     h("h2", {}, "Nodes"),
     h("p", { class: "lead", id: "joined" }, joined.length + " of " + run.clients_wanted + " nodes have joined; nothing was asked of them yet." + until),
-    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": "Nodes" }, h("table", {},
+    h("div", { class: "panel budgets", tabindex: 0, role: "region", "aria-label": "Nodes" }, cards(h("table", {},
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Node"), h("th", { scope: "col", class: "right" }, "Rows"), h("th", { scope: "col" }, "State"))),
-      h("tbody", {}, [...joined, ...missing].sort((a, b) => a - b).slice(0, 200).map((c) => h("tr", { "data-client": c }, h("td", {}, c), h("td", { class: "right" }, number(run.joined[c], 7)), h("td", {}, c in run.joined ? "joined" : "awaited")))))));
+      h("tbody", {}, [...joined, ...missing].sort((a, b) => a - b).slice(0, 200).map((c) => h("tr", { "data-client": c }, h("th", { scope: "row" }, h("span", { class: "who" }, "Node "), c), h("td", { class: "right" }, number(run.joined[c], 7)), h("td", {}, c in run.joined ? "joined" : "awaited"))))))));
 }
 
 async function showRun(now, query) {
@@ -252,9 +260,9 @@ async function showCompare(now, query) {
     data.alike ? null : h("p", { class: "error", role: "alert" }, "These runs use different data or different measures: their results cannot be ranked against each other."),
     h("p", { class: "lead" }, "Up and to the left is better. Runs without a sound promise stand apart, however small the number that their method states."),
     h("div", { class: "panel" }, charts([data.pareto, data.curves])),
-    h("div", { class: "panel scroll gap" }, h("table", {},
+    h("div", { class: "panel scroll gap" }, cards(h("table", { class: "runs" },
       h("thead", {}, h("tr", {}, ...["Run", "Data"].map((t) => h("th", { scope: "col" }, t)), h("th", { scope: "col", class: "right" }, "Result"), h("th", { scope: "col" }, "Promise"), ...["ε sound", "ε nominal", "Rounds", "Time"].map((t) => h("th", { scope: "col", class: "right" }, t)))),
-      h("tbody", {}, data.rows.map((r) => h("tr", {}, h("td", { class: "name" }, h("a", { href: link(r.id) }, r.name), h("span", { class: "sub" }, r.recipe)), h("td", {}, r.dataset), h("td", { class: "right" }, r.result), h("td", {}, badge(r.verdict, r.pending, r.sound > 10), h("span", { class: "sub" }, r.observer + ", per " + r.unit)), h("td", { class: "right" }, r.sound === null ? "none" : number(r.sound)), h("td", { class: "right" }, number(r.nominal)), h("td", { class: "right" }, String(r.rounds)), h("td", { class: "right" }, time(r.seconds))))))));
+      h("tbody", {}, data.rows.map((r) => h("tr", {}, h("th", { scope: "row", class: "name" }, h("a", { href: link(r.id) }, r.name), h("span", { class: "sub" }, r.recipe)), h("td", {}, r.dataset), h("td", { class: "right" }, r.result), h("td", {}, badge(r.verdict, r.pending, r.sound > 10), h("span", { class: "sub" }, r.observer + ", per " + r.unit)), h("td", { class: "right" }, r.sound === null ? "none" : number(r.sound)), h("td", { class: "right" }, number(r.nominal)), h("td", { class: "right" }, String(r.rounds)), h("td", { class: "right" }, time(r.seconds)))))))));
   main.querySelector("h1").focus({ preventScroll: true });
 }
 
@@ -302,10 +310,10 @@ async function showCalculator(now) {
     try {
       const rows = await ask("/api/epsilon?" + values);
       if (mine !== asked || now !== visit) return;
-      out.replaceChildren(h("div", { class: "panel scroll" }, h("table", {},
+      out.replaceChildren(h("div", { class: "panel scroll" }, cards(h("table", {},
         h("caption", { class: "visually-hidden" }, "Epsilon by accountant"),
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Accountant"), h("th", { scope: "col", class: "right" }, "ε"), h("th", { scope: "col", class: "right" }, "δ paid"), h("th", { scope: "col" }, "Verdict"), h("th", { scope: "col" }, "What it means"))),
-        h("tbody", {}, rows.map((r) => h("tr", {}, h("th", { scope: "row" }, r.accountant, h("span", { class: "sub" }, r.title)), h("td", { class: "right" }, r.epsilon === null ? "none" : number(r.epsilon, 4)), h("td", { class: "right" }, number(r.delta)), h("td", {}, badge(r.verdict, false, r.epsilon > 10)), h("td", {}, (r.strength ? r.strength + ": " : "") + r.meaning, h("span", { class: "sub" }, r.reason))))))),
+        h("tbody", {}, rows.map((r) => h("tr", {}, h("th", { scope: "row" }, r.accountant, h("span", { class: "sub" }, r.title)), h("td", { class: "right" }, r.epsilon === null ? "none" : number(r.epsilon, 4)), h("td", { class: "right" }, number(r.delta)), h("td", {}, badge(r.verdict, false, r.epsilon > 10)), h("td", { class: "words" }, (r.strength ? r.strength + ": " : "") + r.meaning, h("span", { class: "sub" }, r.reason)))))))),
         h("p", { class: "small muted gap" }, "Sound rows are all valid at once; the smallest one is the tightest. Nominal rows guarantee nothing."));
     } catch (error) { if (mine === asked && now === visit) out.replaceChildren(failed(error)); }
   }
