@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import UserError
@@ -28,6 +28,7 @@ def test_the_last_value_belongs_to_the_last_step_whatever_the_total(kind, total)
     assert parse(f"{kind}:15:4.85").value(0, 1) == 15
 
 
+@example("triangular-cyclic", 1.4470655623764284, 17.748608812664333, 2, None, 1)
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(["linear", "staircase", "exponential", "triangular-cyclic", "cosine-cyclic"]),

@@ -128,7 +128,8 @@ class Schedule:
         if self.rate is not None:
             peak = self.first * max(1 - self.rate * cycle, 0.0)
         bottom = min(self.floor or 0.0, peak)
-        return bottom + (peak - bottom) * abs(1 - (t % (2 * half)) / half)
+        fallen = 1 - abs(1 - (t % (2 * half)) / half)
+        return peak - (peak - bottom) * fallen  # a peak is met to the last bit
 
     def values(self, total: int) -> Array:
         """All values of a run of `total` steps."""
